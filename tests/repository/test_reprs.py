@@ -9,6 +9,7 @@ import torch
 from torchrec.inference.modules import quantize_embeddings
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.keyed import KeyedOptimizer
 
 import torchrec_cnr as cnr
 from tests.support import models
@@ -44,6 +45,7 @@ VALUES: Mapping[str, Any] = {
     "OneShot": cnr.OneShot(),
     "Preemption": cnr.Preemption(),
     "Prune": cnr.Prune(NOW_NS, "step-1", 2000),
+    "ParamGroups": cnr.ParamGroups(KeyedOptimizer({}, {}, [])),
     "RandomState": cnr.RandomState(),
     "Symmetric": cnr.Symmetric(2),
 }

@@ -11,5 +11,6 @@
 - ``open_roots``: ensures that this process has at most one manager for each root.
 - ``ranks``: the process groups of a run, and the heartbeat that names a rank which no longer responds.
 - ``reader_state``: ``ReaderState``, which saves the data loader state that belongs to the last trained batch.
+- ``param_groups``: ``ParamGroups``, which saves the hyperparameters of TorchRec's optimizers.
 - ``random_state``: ``RandomState``, which saves the random number generators of each rank.
 """

@@ -16,7 +16,9 @@ All calls of one save come from one thread. They share the ``PlannedSave`` of th
 """
 
 import io
+import logging
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,6 +33,8 @@ from torchrec_cnr.saving.encoding import kernel_warm_ups
 from torchrec_cnr.saving.planned_save import PlannedSave, PlannerOptions
 from torchrec_cnr.saving.plug_in_messages import CNRStorageMeta, ShardData
 from torchrec_cnr.tracking.tracked_tables import TrackedRows, check_tracker
+
+logger = logging.getLogger(__name__)
 
 
 class CNRSavePlanner(SavePlanner):
@@ -65,6 +69,7 @@ class CNRSavePlanner(SavePlanner):
             kernel_warm_ups.planner_made(tracker)
         self._options = PlannerOptions(policy, cuts, id(tracker) if tracker is not None else 0)
         self._threads = threading.local()
+        self._were_rates_checked = False
 
     def __repr__(self) -> str:
         options = self._options
@@ -103,7 +108,11 @@ class CNRSavePlanner(SavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """Return DCP's own plan of full shard regions, with what this rank reports to the coordinator."""
-        return self._save.create_local_plan()
+        plan = self._save.create_local_plan()
+        if not self._were_rates_checked:
+            self._were_rates_checked = True
+            _warn_of_missing_rates([item.index.fqn for item in plan.items])
+        return plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Decide for all ranks whether the checkpoint is a baseline or a delta, and of which parent."""
@@ -128,6 +137,17 @@ class CNRSavePlanner(SavePlanner):
         if save is None:
             raise SaveError("no save has begun in this thread: call set_up_planner first, as DCP does")
         return save
+
+
+def _warn_of_missing_rates(fqns: Sequence[str]) -> None:
+    """Warn if a scheduler is saved without the rates that it has set, which TorchRec's optimizers leave out."""
+    schedulers = [fqn for fqn in fqns if fqn.endswith("._last_lr")]
+    if schedulers and not any("param_groups" in fqn.split(".") for fqn in fqns):
+        logger.warning(
+            "the state has a learning rate scheduler (%s), but no 'param_groups' of an optimizer: the first step after "
+            "a restore would use the rate of a new optimizer; with TorchRec's, also save ParamGroups(optimizer)",
+            schedulers[0].removesuffix("._last_lr"),
+        )
 
 
 def _received(policy: Policy, tracker_id: int) -> CNRSavePlanner:

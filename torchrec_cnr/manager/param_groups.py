@@ -1,0 +1,116 @@
+"""The hyperparameters of TorchRec's optimizers, so that a resumed job goes on with the learning rate that it had.
+
+A scheduler writes its rate into the ``param_groups`` of an optimizer. TorchRec's optimizers leave them out of their
+state dict. With ``save_param_groups(True)`` they include them, but as one object that lists the parameters of this
+rank: DCP saves the object of one rank only, and other ranks cannot load it. So this module saves them by parameter.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchrec_cnr.arguments import check_type
+from torchrec_cnr.errors import ConfigurationError, StateMismatchError
+
+_NAME = "param_groups"
+_KERNEL_RATE = "kernel_lr"
+
+
+@dataclass(frozen=True)
+class ParamGroups:
+    """The ``param_groups`` of a TorchRec optimizer, as a ``Stateful`` to save together with the model.
+
+    The values of a group, such as learning rate and weight decay, are saved by the names of its parameters. So they
+    load under any sharding. Optimizers of ``torch.optim`` need no such object: their state dict contains the groups.
+
+    Attributes:
+        optimizer: The optimizer, such as ``model.fused_optimizer``.
+
+    Raises:
+        ConfigurationError: It is no optimizer of TorchRec.
+        StateMismatchError: While loading, if the groups of a parameter are missing.
+
+    Examples:
+        >>> from torchrec.optim.keyed import KeyedOptimizer
+        >>> weight = torch.zeros(2)
+        >>> fused = KeyedOptimizer({"t": weight}, {}, [{"params": [weight], "lr": 0.1}])  # or model.fused_optimizer
+        >>> cnr.ParamGroups(fused).state_dict()
+        {'param_groups': {'t': (('lr', 0.1),)}}
+    """
+
+    optimizer: Optimizer
+
+    def __post_init__(self) -> None:
+        check_type("optimizer", self.optimizer, Optimizer, "an optimizer")
+        if not hasattr(self.optimizer, "params"):
+            raise ConfigurationError(
+                "'optimizer' must be one of TorchRec, which names its parameters; other optimizers save their "
+                f"param_groups themselves, so put them into the state as they are (got {type(self.optimizer).__name__})"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the values of the groups, by parameter."""
+        names, kernels = _names(self.optimizer), _kernels(self.optimizer)
+        saved = {}
+        for group in self.optimizer.param_groups:
+            values = tuple((key, _plain(value)) for key, value in sorted(group.items()) if key != "params")
+            for param in map(id, group["params"]):
+                rate = ((_KERNEL_RATE, kernels[param].get_learning_rate()),) if param in kernels else ()
+                saved[names[param]] = values + rate
+        return {_NAME: saved}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Write the values into the groups, and the learning rates into the kernels of fused optimizers.
+
+        Raises:
+            StateMismatchError: The values of a parameter are missing.
+        """
+        names, kernels = _names(self.optimizer), _kernels(self.optimizer)
+        for group in self.optimizer.param_groups:
+            for param in map(id, group["params"]):
+                if names[param] not in state_dict[_NAME]:
+                    raise StateMismatchError(
+                        f"the checkpoint has no param_groups of {names[param]!r}: load without ParamGroups"
+                    )
+                values = dict(state_dict[_NAME][names[param]])
+                rate = values.pop(_KERNEL_RATE, values.get("lr"))
+                for key, value in values.items():
+                    _write(group, key, value)
+                if param in kernels and rate is not None:
+                    kernels[param].set_learning_rate(rate)
+
+
+def _names(optimizer: Any) -> dict[int, str]:
+    """Return the names of parameters, by their ``id()``."""
+    return {id(param): name for name, param in optimizer.params.items()}
+
+
+def _kernels(optimizer: Any) -> dict[int, Any]:
+    """Return FBGEMM's kernels, which have the rate of their next backward, by the ``id()`` of their parameters.
+
+    TorchRec copies the rate of a group into them in ``step`` and in ``zero_grad``.
+    """
+    found: dict[int, Any] = {}
+    for _, part in getattr(optimizer, "optimizers", ()):
+        found |= _kernels(part)
+    wrapped, kernel = getattr(optimizer, "_optimizer", None), getattr(optimizer, "_emb_module", None)
+    if wrapped is not None:
+        found |= _kernels(wrapped)
+    if hasattr(kernel, "get_learning_rate"):
+        found |= dict.fromkeys(map(id, optimizer.params.values()), kernel)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _write(group: dict[str, Any], key: str, value: Any) -> None:
+    present = group.get(key)
+    if isinstance(present, Tensor) and not isinstance(value, Tensor):
+        present.fill_(value)  # a compiled step holds on to this tensor
+    else:
+        group[key] = value
