@@ -160,6 +160,17 @@ def test_tables_are_quantized_as_in_any_save(tmp_path: Path) -> None:
         assert exact == (["mine", "bias"] if number == 0 else ["ebc.embedding_bags.t.weight", "bias"])
 
 
+@pytest.mark.parametrize(
+    ("tables", "words"), [("t.weight", "'tables' must be a list"), (["x*", "y"], "no tensor is named x. or y; pass")]
+)
+def test_tables_that_are_not_there_are_refused(tables: Any, words: str, tmp_path: Path) -> None:
+    """Before anything is written; a vector is no table, whatever its name."""
+    _save(tmp_path / "stock", {"t.weight": torch.ones(4, 2), "x": torch.ones(4)})
+    with pytest.raises(cnr.ConfigurationError, match=words):
+        import_checkpoint(tmp_path / "stock", tmp_path / "0", tables=tables)
+    assert not (tmp_path / "0").exists()
+
+
 def test_rows_that_lie_apart_are_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Transposed tensors and those with channels last stay one shard; views and others are divided."""
     base = torch.rand(40, 6)
@@ -443,12 +454,15 @@ def test_an_archive_that_torch_may_read_otherwise_is_refused(name: str, tmp_path
         import_checkpoint(tmp_path / "stock", tmp_path / "0")
 
 
+@pytest.mark.parametrize(("tables", "expected"), [(None, [40, 1]), (["*t.weight"], [1, 1])])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_run_goes_on_from_an_import(is_async: bool, tmp_path: Path) -> None:
-    """Of tables that no name tells: a tracker's deltas on top of it load."""
+def test_a_run_goes_on_from_an_import(
+    is_async: bool, tables: list[str] | None, expected: list[int], tmp_path: Path
+) -> None:
+    """A tracker's deltas on top of it load; of tables whose names were not told, the first one has all rows."""
     model = nn.ModuleDict({"t": nn.EmbeddingBag(40, 4)})
     _save(tmp_path / "stock", model.state_dict())
-    import_checkpoint(tmp_path / "stock", tmp_path / "0")
+    import_checkpoint(tmp_path / "stock", tmp_path / "0", tables=tables)
     tracker = cnr.RowTracker(model)
     dcp.load(
         model.state_dict(), storage_reader=cnr.CNRStorageReader(tmp_path / "0"), planner=cnr.CNRLoadPlanner(tracker)
@@ -464,7 +478,7 @@ def test_a_run_goes_on_from_an_import(is_async: bool, tmp_path: Path) -> None:
         else:
             dcp.save(model.state_dict(), storage_writer=writer, planner=planner)
     tracker.close()
-    assert [cnr.read_checkpoint(tmp_path / str(number)).num_rows for number in (1, 2)] == [40, 1]
+    assert [cnr.read_checkpoint(tmp_path / str(number)).num_rows for number in (1, 2)] == expected
     assert without_us.differing(_loaded(tmp_path / "2", model.state_dict()), model.state_dict()) == []
 
 
@@ -473,7 +487,7 @@ def test_a_checkpoint_is_not_imported_into_its_own_directory(tmp_path: Path) -> 
     _save(tmp_path / "stock", {"x": torch.ones(3, 2)})
     before = sorted(path.name for path in (tmp_path / "stock").iterdir())
     for path in (tmp_path / "stock", f"{tmp_path}/./stock/"):
-        with pytest.raises(cnr.ConfigurationError, match="already contains a checkpoint in DCP's own format"):
+        with pytest.raises(cnr.CheckpointExistsError, match="contains a checkpoint in DCP's own format"):
             cnr.import_checkpoint(tmp_path / "stock", path)
     assert sorted(path.name for path in (tmp_path / "stock").iterdir()) == before
 

@@ -17,6 +17,7 @@ from tests.support.faults import small_disk
 from tests.support.jobs import adagrad_job, assert_loads, save, saver
 from tests.support.killing import in_child
 from tests.support.models import Job, state, train
+from torchrec_cnr.storage.store import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -127,3 +128,19 @@ def test_a_checkpoint_in_dcp_format_is_not_written_over(tmp_path: Path) -> None:
     assert isinstance(error, cnr.CheckpointExistsError)
     assert "in DCP's own format" in str(error)
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_a_checkpoint_is_not_saved_where_it_would_hide_others(is_remote: bool, tmp_path: Path) -> None:
+    """Into a root, such as by a checkpoint_id without the step; or into a checkpoint, where nobody looks for it."""
+    root = f"memory://{tmp_path}/run" if is_remote else str(tmp_path / "run")
+    state = {"x": torch.ones(3, 2)}
+    dcp.save(state, storage_writer=models.writer(f"{root}/step-1"))
+    for path, words in ((root, "is a root that contains checkpoints"), (f"{root}/step-1/x", "cannot contain another")):
+        with pytest.raises(CheckpointException, match=words) as caught:
+            dcp.save(state, storage_writer=models.writer(path))
+        assert [type(error) for error in faults.causes(caught.value).values()] == [cnr.ConfigurationError]
+    assert Store.open(root).names() == ["step-1"]
+    assert Store.open(f"{root}/step-1").listing().directories == ()
+    dcp.save(state, storage_writer=models.writer(f"{root}/step-2"))
+    assert str(cnr.latest(root)).endswith("/run/step-2")

@@ -85,8 +85,8 @@ class Checkpoint:
         >>> checkpoint = cnr.read_checkpoint("run/step-2")
         >>> checkpoint.kind, checkpoint.num_rows, checkpoint.is_compacted
         ('delta', 100, False)
-        >>> checkpoint.parent
-        '/.../run/step-1'
+        >>> checkpoint.path, checkpoint.parent
+        ('/.../run/step-2', '/.../run/step-1')
     """
 
     store: Store
@@ -101,6 +101,11 @@ class Checkpoint:
         size = f"{count_text(self.num_rows, 'row')}, {bytes_text(self.num_bytes)}"
         compacted = ", compacted" if self.is_compacted else ""
         return f"Checkpoint({self.kind}{compacted}, {size}, {url_text(self.store.url)})"
+
+    @property
+    def path(self) -> str:
+        """The full path or URL of its directory."""
+        return self.store.url
 
     @property
     def kind(self) -> CheckpointKind:

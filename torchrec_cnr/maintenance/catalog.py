@@ -18,7 +18,7 @@ from torchrec_cnr.lineage import journal
 from torchrec_cnr.lineage.abandoned import mark_of
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Lineage, read_checkpoint
 from torchrec_cnr.lineage.journal import Journal, PrunedCheckpoint
-from torchrec_cnr.lineage.latest import latest
+from torchrec_cnr.lineage.latest import contains_checkpoints, latest
 from torchrec_cnr.lineage.marker_commit import publish_marked
 from torchrec_cnr.lineage.other_roots import needed_of_other_roots
 from torchrec_cnr.maintenance import tags_and_metrics
@@ -217,6 +217,29 @@ def read_catalog(
     return Catalog(store, entries, listing.files, root_journal)
 
 
+def list_checkpoints(root: str | os.PathLike[str], *, row_log: RowLog | None = None) -> list[Checkpoint]:
+    """Return the checkpoints of a root, oldest first.
+
+    Checkpoints that a job has abandoned are among them. Those whose manifest cannot be read are not: use ``verify``.
+
+    Args:
+        root: A directory of checkpoints, as a path or fsspec URL.
+        row_log: The Kafka topic (``KafkaRows``) of the job's rows, if any, as in :func:`latest`.
+
+    Raises:
+        CheckpointNotFoundError: ``root`` does not exist, or contains only files, or roots.
+        ConfigurationError: ``root`` is a checkpoint.
+        StoreError: ``root`` cannot be listed.
+
+    Examples:
+        >>> [(checkpoint.path, checkpoint.kind) for checkpoint in cnr.list_checkpoints("run")]
+        [('/.../run/step-1', 'baseline'), ('/.../run/step-2', 'delta')]
+    """
+    catalog = read_catalog(root, row_log=row_log)
+    check_root(catalog)
+    return list(catalog.checkpoints.values())
+
+
 def read_journal(root: str | os.PathLike[str] | Catalog) -> list[PrunedCheckpoint]:
     """Return the checkpoints that were pruned from a root, oldest first.
 
@@ -337,14 +360,6 @@ def roots_in(store: Store) -> list[Store]:
         StoreError: The directory cannot be listed. Directories in it that cannot be listed are skipped.
     """
     return [found for name in store.listing().directories if contains_checkpoints(found := store.at(name))]
-
-
-def contains_checkpoints(store: Store) -> bool:
-    """Return whether a directory contains committed checkpoints; false if it cannot be listed."""
-    try:
-        return any(store.at(name).exists(MANIFEST_FILE) for name in store.listing().directories)
-    except StoreError:
-        return False
 
 
 def _journal_beside(checkpoint: Store) -> Journal:

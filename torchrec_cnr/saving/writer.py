@@ -45,6 +45,7 @@ from torchrec_cnr.errors import CheckpointExistsError, ConfigurationError, SaveE
 from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.human_text import count_text, url_text
 from torchrec_cnr.kernels.cpu.compiling import one_thread
+from torchrec_cnr.lineage.latest import refuse_nesting
 from torchrec_cnr.policies import Since
 from torchrec_cnr.progress import Count, Progress, SavePhases
 from torchrec_cnr.quantization import NoQuantization, Quantization, SchemeRules
@@ -240,7 +241,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Refuse an existing checkpoint or a newer job, make the directory, and protect it from pruning by a lease."""
+        """Refuse an existing or nested checkpoint and a newer job, make the directory, and protect it by a lease."""
         save = _save_of_thread()
         running = save.begin()
         data = plan.storage_data if isinstance(plan.storage_data, RankData) else None
@@ -255,6 +256,8 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
                 f"{save.store.url}: the process in which DCP saves has its own 'memory://', so this process would see "
                 "no checkpoint: save to files, or save in a thread (AsyncCheckpointerType.THREAD)"
             )
+        if save.is_coordinator:
+            refuse_nesting(save.store)
         save.store.make()
         if save.is_coordinator and save.store.exists(_DCP_METADATA):
             raise CheckpointExistsError(

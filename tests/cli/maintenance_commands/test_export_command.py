@@ -37,9 +37,11 @@ def test_export_says_what_it_did(saved_run: Path, tmp_path: Path) -> None:
     """Of a root its newest checkpoint, which is named."""
     size = bytes_text(sum(value.nbytes for value in tensors_of(saved_run / "step-4").values()))
     text = cnr_text("export", saved_run, tmp_path / "model.pt", "--to", "torch")
-    assert text == f"{saved_run}/step-4: {size} of values in 1 file\n"
+    assert text == f"{tmp_path}/model.pt: {size} of values in 1 file, from {saved_run}/step-4\n"
     (tmp_path / "empty").mkdir()
-    assert cnr_text("export", saved_run, tmp_path / "empty", "--to", "dcp").endswith(" in 2 files\n")
+    assert cnr_text("export", saved_run, tmp_path / "empty", "--to", "dcp").endswith(
+        f" in 2 files, from {saved_run}/step-4\n"
+    )
 
 
 def test_export_tells_what_a_format_cannot_hold(tmp_path: Path) -> None:
@@ -85,4 +87,4 @@ def test_export_of_a_root_tells_what_it_passed_over(run: Path, tmp_path: Path) -
     result = cnr_result("export", run, tmp_path / "model.pt", "--to", "torch")
     assert result.exit_code == 0
     assert re.fullmatch(rf"cnr: warning: skipped .*{re.escape(str(file))}.*\n", result.stderr)
-    assert result.stdout.startswith(f"{run}/step-3: ")
+    assert result.stdout.endswith(f", from {run}/step-3\n")

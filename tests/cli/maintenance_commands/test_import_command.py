@@ -37,6 +37,7 @@ def test_import_and_back_is_exact(stock: dict[str, Any], tmp_path: Path) -> None
         "bytes": bytes_in(path),
         "rows": 300,
         "tensors": 3,
+        "tables": [TABLE],
         "quantized": [],
     }
     assert cnr.read_checkpoint(path).kind == "baseline"
@@ -66,15 +67,17 @@ def test_import_and_back_is_exact(stock: dict[str, Any], tmp_path: Path) -> None
 def test_import_quantizes_tables(
     stock: dict[str, Any], tmp_path: Path, bits: int, tables: Sequence[str], quantized: list[str]
 ) -> None:
-    """By TorchRec's names or by patterns: they are smaller and close, and all else is exact."""
+    """By TorchRec's names or by patterns: they are tables, smaller and close, and all else is exact."""
     expected, path = _stock_tensors(stock), tmp_path / "step-0"
     cnr_text("import", tmp_path / "stock", tmp_path / "exact")
     options = [word for pattern in tables for word in ("--table", pattern)]
     assert cnr_json("import", tmp_path / "stock", path, "--bits", bits, *options)["quantized"] == quantized
     found = tensors_of(path)
     assert differing(found, expected) == quantized
+    entries = cnr.read_checkpoint(path).manifest.tensors
+    assert [fqn for fqn, entry in entries.items() if entry.is_table] == quantized
     for fqn in quantized:
-        schemes = [shard.scheme for shard in cnr.read_checkpoint(path).manifest.tensors[fqn].shards]
+        schemes = [shard.scheme for shard in entries[fqn].shards]
         assert [scheme.to_json()["bits"] for scheme in schemes] == [bits]
         assert float((found[fqn] - expected[fqn]).abs().max()) < 1.1 / (2**bits - 1)
     values = sum(expected[fqn].nbytes for fqn in quantized)
@@ -86,7 +89,7 @@ def test_import_says_what_it_did(stock: dict[str, Any], tmp_path: Path) -> None:
     """In text, too."""
     path = tmp_path / "step-0"
     text = cnr_text("import", tmp_path / "stock", path, "--bits", 4)
-    assert text == f"{path}: a baseline, 3 tensors, 1 of them quantized, {bytes_text(bytes_in(path))}\n"
+    assert text == f"{path}: a baseline, 3 tensors (1 table, 1 quantized), {bytes_text(bytes_in(path))}\n"
 
 
 @pytest.mark.parametrize(
@@ -95,10 +98,9 @@ def test_import_says_what_it_did(stock: dict[str, Any], tmp_path: Path) -> None:
         (["--bits", "5"], "--bits must be one of 2, 3, 4, 8, exact (got '5')"),
         (["--bits", "-4"], "--bits must be one of 2, 3, 4, 8, exact (got '-4')"),
         (["--bits", "32"], "--bits must be one of 2, 3, 4, 8, exact (got '32')"),
-        (["--table", "mine.*"], "--table selects the tensors to quantize; also pass --bits 2, 3, 4 or 8"),
         (
             ["--bits", "4", "--table", "model.*"],
-            f"nothing would be quantized: no tensor is named model.*; pass patterns that match its tables; its "
+            f"there would be no tables: no tensor is named model.*; pass patterns that match its tables; its "
             f"matrices are '{TABLE}', '{MINE}'\n",
         ),
         (["--threads", "0"], "'--threads'"),

@@ -53,7 +53,7 @@ def test_reasons_are_told(root: Root) -> None:
         "3b": ("not recognised: notes.txt",),
         "5": ("leased (a load, until 14:00 UTC)",),
         "6": ("leased (a compaction, until 2026-11-24 08:00 UTC)",),
-        "logs": ("not recognised",),
+        "logs": ("not a checkpoint",),
         "saving": ("leased (a save, until 13:00 UTC)",),
     }
     assert [removal.entry.name for removal in plan.removals] == ["4", "3b"]
@@ -76,7 +76,7 @@ def test_names_do_not_forge_the_text(tmp_path: Path) -> None:
     os.makedirs(os.fsencode(tmp_path) + b"/not\xffutf8")
     text = str(plan_prune(root.url, Keep(last=1)))
     assert "\x1b" not in text
-    assert "  keep    x\\n  remove  everything\\x1b[2J: not recognised" in text
+    assert "  keep    x\\n  remove  everything\\x1b[2J: not a checkpoint" in text
     text.encode()
 
 
@@ -233,7 +233,7 @@ def test_a_save_under_a_name_that_was_pruned_is_not_taken_for_what_was_left(root
     assert prune(root, Keep(last=1)).removed == ("0",)
     pack = root.put_pack("0")
     assert plan_prune(root.url, Keep(last=1)).is_empty
-    assert plan_prune(root.url, Keep(last=1)).stays["0"] == ("not recognised",)
+    assert "its manifest removed by hand?" in plan_prune(root.url, Keep(last=1)).stays["0"][0]
     root.save("0", NOON_NS + 9 * DAY_NS)
     assert [(found.name, found.created_ns) for found in read_journal(root.url)] == [("0", NOON_NS)]
     assert kept(plan_prune(root.url, Keep(last=1))) == {"0"}
@@ -252,4 +252,4 @@ def test_directories_in_a_checkpoint_stay(tmp_path: Path) -> None:
     assert list((tmp_path / "0").rglob("*.png")) != []
     plan = plan_prune(root.url, Keep(last=1))
     assert plan.is_empty
-    assert plan.stays["0"] == ("not recognised",)
+    assert plan.stays["0"] == ("not a checkpoint",)

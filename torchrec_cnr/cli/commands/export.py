@@ -1,5 +1,6 @@
 """``cnr export`` and ``cnr import``: write plain files, and make a baseline from a plain DCP checkpoint."""
 
+import posixpath
 from typing import Annotated, Literal
 
 import typer
@@ -16,7 +17,6 @@ from torchrec_cnr.cli.options import (
     scheme_of_bits,
 )
 from torchrec_cnr.cli.output import print_json, progress_bar, stdout
-from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.human_text import bytes_text, count_text, name_text
 from torchrec_cnr.lineage.checkpoint import read_checkpoint
 from torchrec_cnr.maintenance.catalog import checkpoint_at
@@ -52,7 +52,9 @@ def export(
         print_json({**document, "left_out": list(found.left_out)})
         return
     console, num_files = stdout(), count_text(len(found.files), "file")
-    console.print(f"{name_text(checkpoint.store.url)}: {bytes_text(found.num_bytes)} of values in {num_files}")
+    values = f"{bytes_text(found.num_bytes)} of values in {num_files}"
+    written = found.files[0] if to == "torch" else posixpath.dirname(found.files[0])
+    console.print(f"{name_text(written)}: {values}, from {name_text(checkpoint.store.url)}")
     if found.left_out:
         console.print(f"left out, because {to} cannot hold them: {', '.join(map(name_text, found.left_out))}")
 
@@ -63,7 +65,7 @@ def import_(
     bits: Bits = EXACT,
     tables: Annotated[
         list[str] | None,
-        typer.Option("--table", metavar="PATTERN", help="Quantize the tensors with these names. May be repeated."),
+        typer.Option("--table", metavar="PATTERN", help="The matrices with such names are tables. May be repeated."),
     ] = None,
     threads: Threads = 2,
     as_json: AsJson = False,
@@ -79,12 +81,15 @@ def import_(
     - `cnr import plain runs/b/step-0 --bits 4`
     - `cnr import plain runs/b/step-0 --bits 4 --table 'model.user.*'`
     """
-    scheme = scheme_of_bits(bits)
-    if tables and bits == EXACT:
-        raise ConfigurationError("--table selects the tensors to quantize; also pass --bits 2, 3, 4 or 8")
-    quantization = dict.fromkeys(tables, scheme) if tables else scheme
     with progress_bar("importing", not as_json) as report:
-        checkpoint = import_checkpoint(source, path, quantization=quantization, thread_count=threads, progress=report)
+        checkpoint = import_checkpoint(
+            source,
+            path,
+            quantization=scheme_of_bits(bits),
+            tables=tables or None,
+            thread_count=threads,
+            progress=report,
+        )
     entries = checkpoint.manifest.tensors
     quantized = [
         fqn
@@ -98,9 +103,12 @@ def import_(
                 "bytes": checkpoint.num_bytes,
                 "rows": checkpoint.num_rows,
                 "tensors": len(entries),
+                "tables": [fqn for fqn, entry in entries.items() if entry.is_table],
                 "quantized": quantized,
             }
         )
         return
-    tensors = f"{count_text(len(entries), 'tensor')}, {len(quantized):,} of them quantized"
+    num_tables = sum(entry.is_table for entry in entries.values())
+    how = f", {len(quantized):,} quantized" if quantized else ""
+    tensors = f"{count_text(len(entries), 'tensor')} ({count_text(num_tables, 'table')}{how})"
     stdout().print(f"{name_text(checkpoint.store.url)}: a baseline, {tensors}, {bytes_text(checkpoint.num_bytes)}")

@@ -3,26 +3,24 @@
 The items of the save are rows of the source's tensors, which are read right before they are encoded.
 """
 
-import io
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
 
-from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
+from torchrec_cnr.arguments import check_type
 from torchrec_cnr.errors import ConfigurationError
-from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_checkpoint
-from torchrec_cnr.maintenance.catalog import contains_checkpoints
 from torchrec_cnr.maintenance.dcp_import.dcp_checkpoint import DCPCheckpoint, read_dcp_checkpoint
-from torchrec_cnr.maintenance.dcp_import.dcp_metadata import METADATA_FILE
 from torchrec_cnr.maintenance.single_process_save import chunk_item, index_of, object_items, save
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.quantization import NoQuantization, Quantization, SchemeRules
-from torchrec_cnr.saving.rank_writer import TABLE_PATTERNS, is_table_name
+from torchrec_cnr.saving.plug_in_messages import ShardData
+from torchrec_cnr.saving.rank_writer import TABLE_PATTERNS
 from torchrec_cnr.saving.writer import CNRStorageWriter
-from torchrec_cnr.storage.store import Store
 
 _NUM_NAMED = 5  # tensors that a message lists
 
@@ -32,14 +30,15 @@ def import_checkpoint(
     path: str | os.PathLike[str],
     *,
     quantization: Quantization | Mapping[str, Quantization] | None = None,
+    tables: Sequence[str] | None = None,
     thread_count: int = 1,
     progress: Progress | None = None,
 ) -> Checkpoint:
     """Make a baseline of a checkpoint that ``dcp.save`` wrote with its own ``FileSystemWriter``.
 
-    Tables are recognised by TorchRec's names for them (``embedding_bags.*.weight``, ``embeddings.*.weight``), as in a
-    save without a tracker. DCP does not record to which table row-wise optimizer state belongs. So such state loads
-    only into the column sharding under which it was saved.
+    Tables are recognised by TorchRec's names for them, or by the names that you pass. If a job tracks another one, its
+    first delta contains all rows of it. DCP does not record to which table row-wise optimizer state belongs. So such
+    state loads only into the column sharding under which it was saved.
 
     A table is divided into shards of at most 64 MiB, and one is read at a time. So about 300 MiB of memory are enough.
     Chunks that are not contiguous, such as those of transposed tensors, are read as a whole.
@@ -51,6 +50,8 @@ def import_checkpoint(
         source: The checkpoint to import, as a path or fsspec URL.
         path: The path or fsspec URL of the new checkpoint.
         quantization: As in ``CNRStorageWriter``.
+        tables: The FQNs of the tables, which are tensors of two dimensions, as patterns of ``fnmatch``. By default,
+            TorchRec's names: ``*embedding_bags.*.weight`` and ``*embeddings.*.weight``.
         thread_count: Number of data files that are written at the same time. Each takes up to 24 MiB of memory.
         progress: Called with the number of bytes of tensors that were read, and the total.
 
@@ -58,76 +59,73 @@ def import_checkpoint(
         The baseline.
 
     Raises:
-        ConfigurationError: An argument is wrong, or a tensor cannot be stored. Or ``path`` is a root, lies in a
-            checkpoint, or has a checkpoint in DCP's own format. Or ``quantization`` applies to none of the source's
-            tensors.
-        CheckpointExistsError: There is already a checkpoint at ``path``.
+        ConfigurationError: An argument is wrong, or a tensor cannot be stored. Or ``path`` is a root, or lies in a
+            checkpoint. Or ``tables`` or ``quantization`` applies to none of the source's tensors.
+        CheckpointExistsError: There is already a checkpoint at ``path``, in this library's format or in DCP's own.
         CheckpointNotFoundError, DamagedError: The source cannot be read, or its metadata names other classes.
         SaveError, StoreError: Nothing was committed.
 
     Examples:
         >>> metadata = dcp.save(state, checkpoint_id="plain")  # without the plug-ins
-        >>> imported = cnr.import_checkpoint("plain", "imported", quantization={"*users*": cnr.Asymmetric(bits=8)})
+        >>> scheme, tables = cnr.Asymmetric(bits=8), ["model.users.weight"]
+        >>> imported = cnr.import_checkpoint("plain", "imported", quantization=scheme, tables=tables)
         >>> imported.kind
         'baseline'
         >>> cnr.load_table("imported", "model.users.weight").shape
         torch.Size([1000, 16])
     """
-    _check_target(Store.open(path))
     writer = CNRStorageWriter(path, quantization=quantization, thread_count=thread_count)
+    check_type("tables", tables, (list, tuple, type(None)), "a list of patterns of FQNs")
     dcp_checkpoint = read_dcp_checkpoint(source)
-    _check_quantized(dcp_checkpoint, SchemeRules.of(quantization if quantization is not None else NoQuantization()))
-    planner = _ImportPlanner(dcp_checkpoint, progress)
+    table_fqns = _tables_in(dcp_checkpoint, TABLE_PATTERNS if tables is None else tables)
+    if tables is not None and not table_fqns:
+        raise _no_match(dcp_checkpoint, "there would be no tables", tables)
+    _check_quantized(dcp_checkpoint, quantization, table_fqns, TABLE_PATTERNS if tables is None else tables)
+    planner = _ImportPlanner(dcp_checkpoint, table_fqns, progress)
     save(writer, [planner.whole_plan()], planner, dcp_checkpoint.paths)
     return read_checkpoint(path)
 
 
-def _check_target(store: Store) -> None:
-    """Refuse a directory in which a checkpoint would hide others, or be hidden."""
-    if store.exists(METADATA_FILE):
-        raise ConfigurationError(
-            f"{store.url} already contains a checkpoint in DCP's own format, and a directory can contain only one "
-            "checkpoint; pass another 'path'"
-        )
-    if contains_checkpoints(store):
-        raise ConfigurationError(
-            f"{store.url} is a root that contains checkpoints; pass a new directory in it, such as {store.url}/imported"
-        )
-    if store.at("..").exists(MANIFEST_FILE):
-        raise ConfigurationError(
-            f"{store.at('..').url} is a checkpoint, which cannot contain another one (got {store.url}); pass another "
-            "'path'"
-        )
+def _tables_in(dcp_checkpoint: DCPCheckpoint, patterns: Sequence[str]) -> frozenset[str]:
+    """Return the FQNs of the matrices that match a pattern."""
+    fqns = {dcp_chunk.chunk.fqn for dcp_chunk in dcp_checkpoint.chunks if len(dcp_chunk.size) == 2}
+    return frozenset(fqn for fqn in fqns if any(fnmatchcase(fqn, pattern) for pattern in patterns))
 
 
-def _check_quantized(dcp_checkpoint: DCPCheckpoint, rules: SchemeRules) -> None:
+def _check_quantized(
+    dcp_checkpoint: DCPCheckpoint,
+    quantization: Quantization | Mapping[str, Quantization] | None,
+    table_fqns: frozenset[str],
+    patterns: Sequence[str],
+) -> None:
     """Refuse a ``quantization`` that applies to no tensor, for example because the tables have other names."""
+    rules = SchemeRules.of(quantization if quantization is not None else NoQuantization())
     quantized_patterns = [pattern for pattern, scheme in rules.patterns if not isinstance(scheme, NoQuantization)]
     if not quantized_patterns and isinstance(rules.tables, NoQuantization):
         return
-    dtypes_and_dims = {
-        dcp_chunk.chunk.fqn: (dcp_chunk.chunk.dtype, len(dcp_chunk.size)) for dcp_chunk in dcp_checkpoint.chunks
-    }
-    for fqn, (dtype, num_dims) in dtypes_and_dims.items():
-        if not isinstance(rules.rule_for(fqn, dtype, num_dims == 2 and is_table_name(fqn)), NoQuantization):
-            return
-    matrices = sorted(
-        fqn for fqn, (dtype, num_dims) in dtypes_and_dims.items() if num_dims == 2 and dtype.is_floating_point
-    )
+    dtypes = {dcp_chunk.chunk.fqn: dcp_chunk.chunk.dtype for dcp_chunk in dcp_checkpoint.chunks}
+    if all(isinstance(rules.rule_for(fqn, dtypes[fqn], fqn in table_fqns), NoQuantization) for fqn in dtypes):
+        raise _no_match(dcp_checkpoint, "nothing would be quantized", quantized_patterns or patterns)
+
+
+def _no_match(dcp_checkpoint: DCPCheckpoint, problem: str, patterns: Sequence[str]) -> ConfigurationError:
+    """Return the error for patterns that match nothing; it names the matrices that could be tables."""
+    chunks = [dcp_chunk for dcp_chunk in dcp_checkpoint.chunks if len(dcp_chunk.size) == 2]
+    matrices = sorted({dcp_chunk.chunk.fqn for dcp_chunk in chunks if dcp_chunk.chunk.dtype.is_floating_point})
     names = ", ".join(map(repr, matrices[:_NUM_NAMED])) or "none"
     more = f" and {len(matrices) - _NUM_NAMED} more" if len(matrices) > _NUM_NAMED else ""
-    raise ConfigurationError(
-        f"{dcp_checkpoint.store.url}: nothing would be quantized: no tensor is named "
-        f"{' or '.join(quantized_patterns or TABLE_PATTERNS)}; pass patterns that match its tables; its "
-        f"matrices are {names}{more}"
+    return ConfigurationError(
+        f"{dcp_checkpoint.store.url}: {problem}: no tensor is named {' or '.join(patterns)}; pass patterns that match "
+        f"its tables; its matrices are {names}{more}"
     )
 
 
 class _ImportPlanner(DefaultSavePlanner):
     """Plans a save of all contents of a source, and reads them item by item."""
 
-    def __init__(self, dcp_checkpoint: DCPCheckpoint, progress: Progress | None) -> None:
+    def __init__(self, dcp_checkpoint: DCPCheckpoint, table_fqns: frozenset[str], progress: Progress | None) -> None:
         super().__init__()
+        self._table_fqns = table_fqns
         self._stock = dcp_checkpoint
         self._chunks = {index_of(dcp_chunk.chunk): dcp_chunk for dcp_chunk in dcp_checkpoint.chunks}
         self._progress = progress
@@ -139,7 +137,8 @@ class _ImportPlanner(DefaultSavePlanner):
         tensors = [chunk_item(dcp_chunk.chunk, dcp_chunk.size, WriteItemType.SHARD) for dcp_chunk in self._stock.chunks]
         return SavePlan([*object_items(self._stock.objects), *tensors])
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+    # DCP's type lacks `ShardData`, with which our planners tell our writer more than the values.
+    def resolve_data(self, write_item: WriteItem) -> Any:
         """Read the data of an item."""
         if write_item.type is WriteItemType.BYTE_IO:
             return self._stock.read_object(write_item.index.fqn)
@@ -148,4 +147,4 @@ class _ImportPlanner(DefaultSavePlanner):
         self._done_bytes += dcp_chunk.chunk.num_bytes
         if self._progress is not None:
             self._progress(self._done_bytes, self._num_bytes)
-        return values
+        return ShardData(values.contiguous(), rows=None, is_table=write_item.index.fqn in self._table_fqns)

@@ -97,7 +97,8 @@ class PrunePlan:
         keep: The retention rules.
         now_ns: The time for which the plan was made, in nanoseconds since 1970.
         removals: What will be removed, in this order: checkpoints, newest first, then files that nothing uses.
-        stays: Why something is kept, for each directory in which something is kept.
+        stays: Why something is kept, for each directory in which something is kept: checkpoints, oldest first, then
+            other directories by name.
         folds_journal: Whether the files of the journal will be merged into one.
         is_now_given: Whether the caller passed ``now_ns``. Otherwise the execution asks the store for the time.
 
@@ -167,6 +168,7 @@ class PrunePlan:
 
 
 _NUM_NAMED = 3  # files that a reason lists
+_FOREIGN = "not a checkpoint"
 
 
 def plan_prune(
@@ -261,8 +263,9 @@ class _Planner:
         order = dict.fromkeys((*pruned_names, *self.catalog.entries))
         removals_by_name = {name: self.removal(self.catalog.entries[name]) for name in order}
         removals = tuple(removal for removal in removals_by_name.values() if removal is not None)
+        oldest_first = dict.fromkeys((*self.catalog.checkpoints, *self.catalog.entries))
         reasons = {
-            name: tuple(self.reasons(entry, removals_by_name[name])) for name, entry in self.catalog.entries.items()
+            name: tuple(self.reasons(self.catalog.entries[name], removals_by_name[name])) for name in oldest_first
         }
         stays = {name: texts for name, texts in reasons.items() if texts}
         folds = len(self.catalog.journal.files) + any(removal.files for removal in removals) >= journal.NUM_FOLDED
@@ -387,7 +390,8 @@ class _Planner:
             *(f"{name}/" for name in entry.directories),
         ]
         if unrecognised and len(unrecognised) == len(entry.files) + len(entry.directories):
-            yield "not recognised"
+            is_unfinished = any(name.endswith(PACK_SUFFIX) for name in entry.files)
+            yield "unfinished; no lease of a save: was its manifest removed by hand?" if is_unfinished else _FOREIGN
         elif unrecognised:
             more = "" if len(unrecognised) <= _NUM_NAMED else f" and {len(unrecognised) - _NUM_NAMED} more"
             yield f"not recognised: {', '.join(map(name_text, unrecognised[:_NUM_NAMED]))}{more}"

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from torchrec_cnr.errors import DamagedError, LoadError, StoreError, VersionError
+from torchrec_cnr.errors import ConfigurationError, DamagedError, LoadError, StoreError, VersionError
 from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.human_text import bytes_text, count_text
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Lineage, read_checkpoint, read_lineage
@@ -91,7 +91,8 @@ def verify(
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
         VersionError, StoreError: The checkpoint's own manifest cannot be read, or Kafka does not answer in time.
-        ConfigurationError: An argument is out of its range, or rows are in a Kafka topic and ``row_log`` is missing.
+        ConfigurationError: An argument is out of its range, ``all_heads`` is true for a checkpoint, or rows are in a
+            Kafka topic and ``row_log`` is missing.
 
     Examples:
         >>> report = cnr.verify("run")
@@ -103,6 +104,8 @@ def verify(
         row_log.open(may_make=False)  # fails early: otherwise, each read of rows would wait for its timeout
     store = Store.open(path, row_log=row_log)
     if is_checkpoint(store):
+        if all_heads:
+            raise ConfigurationError(f"{store.url}: a checkpoint, but only a root can be verified whole: pass the root")
         return _with_impact(_verify([_read_links(store)], (), progress, thread_count), store.at(".."), thread_count)
     catalog = read_catalog(store)
     unreadable = tuple(_unreadable(catalog))
