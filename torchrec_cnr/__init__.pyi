@@ -20,7 +20,7 @@ from .loading.fitting import LoadReport
 from .loading.planner import CNRLoadPlanner
 from .loading.reader import CNRStorageReader
 from .loading.torchrec_inference import InferenceTables
-from .maintenance.catalog import read_journal
+from .maintenance.catalog import list_checkpoints, read_journal
 from .maintenance.compaction.compact import compact
 from .maintenance.compaction.plan import CompactionPlan, plan_compaction
 from .maintenance.comparison.compare import Comparison, compare
@@ -34,6 +34,7 @@ from .maintenance.tags_and_metrics import tag, untag, write_metrics
 from .maintenance.verification.verify import VerifyReport, verify
 from .manager.background import Background
 from .manager.manager import CheckpointManager
+from .manager.param_groups import ParamGroups
 from .manager.preemption import Preemption
 from .manager.random_state import RandomState
 from .manager.reader_state import ReaderState
@@ -103,6 +104,7 @@ __all__ = [
     "LoadReport",
     "NoQuantization",
     "OneShot",
+    "ParamGroups",
     "Policy",
     "Preemption",
     "Prune",
@@ -132,6 +134,7 @@ __all__ = [
     "export",
     "import_checkpoint",
     "latest",
+    "list_checkpoints",
     "load_table",
     "plan_compaction",
     "plan_prune",

@@ -45,7 +45,7 @@ def test_help_shows_no_types_of_flags_and_arguments(name: str | None) -> None:
     """A flag has no value, and an argument is named; other options name their value."""
     text = cnr_text(*filter(None, [name]), "--help")
     assert re.findall(r"<\w+( range)?>", text) == []
-    assert re.search(r"--help +Show this message", text)
+    assert re.search(r"--help +-h +Show this message", text)
 
 
 READ_ROWS = {"verify", "diff", "export", "compact"}
@@ -338,7 +338,7 @@ def test_what_may_not_be_read_is_told(unreadable: Path) -> None:
     assert len(others) == 8
     status, out, err = others.pop(4)
     assert (status, err) == (0, "")
-    assert re.search("based on +cannot read .*/chain/step-1/manifest.json: PermissionError", out)
+    assert re.search("problem +cannot read .*/chain/step-1/manifest.json: PermissionError", out)
     status, out, err = others.pop(5)  # there is nothing to compact in a checkpoint without tensors
     assert (status, err) == (0, "")
     for status, out, err in others:

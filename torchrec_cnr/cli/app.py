@@ -28,6 +28,7 @@ from torchrec_cnr.version import __version__
 
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _MARKUP: Literal["markdown"] = "markdown"  # of help texts
+_HELP = {"help_option_names": ["-h", "--help"]}
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def _load(name: str) -> Any:
         if error.name is None or error.name.startswith("torchrec_cnr"):
             raise
         raise typer.TyperException(f"{error.name} is not installed: pip install 'torchrec-cnr[cli]'") from error
-    alone = typer.Typer(add_completion=False, rich_markup_mode=_MARKUP)
+    alone = typer.Typer(add_completion=False, rich_markup_mode=_MARKUP, context_settings=_HELP)
     alone.command(name, cls=_OneCommand)(function)
     return typer.main.get_command(alone)
 
@@ -184,7 +185,13 @@ def _warnings_as_lines() -> Iterator[None]:
         logger.removeHandler(handler)
 
 
-app = typer.Typer(cls=Commands, rich_markup_mode=_MARKUP, pretty_exceptions_enable=False, invoke_without_command=True)
+app = typer.Typer(
+    cls=Commands,
+    rich_markup_mode=_MARKUP,
+    pretty_exceptions_enable=False,
+    invoke_without_command=True,
+    context_settings=_HELP,
+)
 
 
 def _print_version(wanted: bool) -> None:

@@ -62,6 +62,25 @@ class PackSummary:
     log: LogRange | None = None
 
 
+@dataclass(frozen=True)
+class Inspected:
+    """A checkpoint, and what it depends on.
+
+    Attributes:
+        checkpoint: The checkpoint.
+        lineage: The checkpoint chain; None if it cannot be read.
+        problem: Why it cannot be read, or None.
+        missing_files: The data files that a load needs and that are not there, as paths or URLs.
+        is_abandoned: Whether a job has abandoned the checkpoint by restoring an older one.
+    """
+
+    checkpoint: Checkpoint
+    lineage: Lineage | None
+    problem: str | None
+    missing_files: tuple[str, ...]
+    is_abandoned: bool
+
+
 def pack_summaries(manifest: Manifest) -> list[PackSummary]:
     """Return a summary of each data file that a manifest names, in its order."""
     blobs: list[list[int]] = [[] for _ in manifest.packs]
@@ -82,14 +101,13 @@ def bytes_of_save(checkpoint: Checkpoint) -> int:
     return saved_bytes(checkpoint, files)
 
 
-def print_contents(
-    console: Console, checkpoint: Checkpoint, lineage: Lineage | None, problem: str | None, everything: bool
-) -> None:
+def print_contents(console: Console, inspected: Inspected, everything: bool) -> None:
     """Print what a manifest says; of many tensors only the largest, unless ``everything`` is true."""
-    manifest = checkpoint.manifest
-    kind = f"{checkpoint.committed.kind}{', compacted' if checkpoint.is_compacted else ''}"
+    checkpoint, manifest = inspected.checkpoint, inspected.checkpoint.manifest
+    notes = ["compacted"] * checkpoint.is_compacted + ["abandoned"] * inspected.is_abandoned
+    kind = ", ".join([checkpoint.committed.kind, *notes])
     console.print(Text.assemble(name_cell(checkpoint.store.url, "bold"), f"  {kind}", overflow="fold"))
-    console.print(_facts(checkpoint, lineage, problem))
+    console.print(_facts(inspected))
     num_bytes = tensor_bytes(manifest)
     tables = [fqn for fqn, entry in manifest.tensors.items() if entry.is_table]
     others = [fqn for fqn, entry in manifest.tensors.items() if not entry.is_table]
@@ -102,17 +120,22 @@ def print_contents(
     _print_packs(console, pack_summaries(manifest), everything)
 
 
-def _facts(checkpoint: Checkpoint, lineage: Lineage | None, problem: str | None) -> Table:
-    manifest = checkpoint.manifest
+def _facts(inspected: Inspected) -> Table:
+    checkpoint, lineage, manifest = inspected.checkpoint, inspected.lineage, inspected.checkpoint.manifest
     table = bare_grid("what", "fact")
     table.columns[0].style = "dim"
     age = age_text(time.time_ns() - checkpoint.created_ns)
     ago = f"{age} by this machine's clock" if age.startswith("in ") else f"{age} ago"
     table.add_row("committed", f"{instant_text(checkpoint.created_ns)}, {ago}")
-    table.add_row("based on", Text(_parents(lineage)) if lineage is not None else name_cell(problem or "", "red"))
-    if lineage is not None:
+    if lineage is None:
+        table.add_row("based on", name_cell(_parent(checkpoint)))
+        table.add_row(Text("problem", "red"), name_cell(inspected.problem or "", "red"))
+    else:
+        table.add_row("based on", Text(_parents(lineage)))
         read_bytes = bytes_text(restore_bytes(lineage))
         table.add_row("restore", f"reads {read_bytes} from {count_text(len(lineage.checkpoints), 'checkpoint')}")
+    if inspected.missing_files:
+        table.add_row(Text("missing", "red"), name_cell(_missing_text(inspected.missing_files), "red"))
     table.add_row("rows", _rows(checkpoint))
     table.add_row("written", _written(checkpoint))
     in_log = f"; {bytes_text(log_bytes(manifest))} more in Kafka" if log_bytes(manifest) else ""
@@ -122,6 +145,17 @@ def _facts(checkpoint: Checkpoint, lineage: Lineage | None, problem: str | None)
     table.add_row("saved by", name_cell(f"{manifest.writer} on {ranks}, policy {manifest.policy}, after {restores}"))
     table.add_row("sha256", checkpoint.sha256)
     return table
+
+
+def _parent(checkpoint: Checkpoint) -> str:
+    """Return the parent that the manifest names, relative to the root."""
+    parent, root = checkpoint.manifest.parent, checkpoint.store.at("..")
+    return "no other checkpoint" if parent is None else posixpath.relpath(root.at(f"x/{parent.path}").path, root.path)
+
+
+def _missing_text(files: Sequence[str]) -> str:
+    more = f" and {len(files) - _MANY_LINKS:,} more" if len(files) > _MANY_LINKS else ""
+    return f"{count_text(len(files), 'data file')} that a load needs: {', '.join(files[:_MANY_LINKS])}{more}"
 
 
 def _parents(lineage: Lineage) -> str:

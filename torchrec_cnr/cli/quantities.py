@@ -11,9 +11,10 @@ from torchrec_cnr.errors import ConfigurationError
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?(?:[eE]\+?\d{1,2})?)([kKMGBT]?)", re.ASCII)
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
-_SHARE = re.compile(r"(\d+(?:\.\d+)?|\.\d+) ?(%?)", re.ASCII)
-_DURATION = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|m|h|d)", re.ASCII)
-_SECS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+_SHARE = re.compile(r"((?:\d+(?:\.\d+)?|\.\d+)(?:[eE]-?\d{1,2})?) ?(%?)", re.ASCII)
+_DURATION = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|m|h|d|w)", re.ASCII)
+_DURATIONS = re.compile(rf"(?:{_DURATION.pattern} ?)+", re.ASCII)
+_SECS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604_800}
 
 
 def parse_count(option: str, text: str, most: int) -> int:
@@ -29,8 +30,9 @@ def parse_count(option: str, text: str, most: int) -> int:
     found = _COUNT.fullmatch(text.replace(",", "").replace("_", ""))
     value = Decimal(found[1]) * _FACTORS[found[2].upper()] if found is not None else Decimal(0)
     if not 1 <= value <= most or value != value.to_integral_value():
+        examples = "64 or 128" if most <= 10**6 else "400, 1e9, 2.5e9 or 400M"
         raise ConfigurationError(
-            f"{option} must be a whole number from 1 to {most:,}, such as 400, 1e9, 2.5e9 or 400M (got {text!r})"
+            f"{option} must be a whole number from 1 to {most:,}, such as {examples} (got {text!r})"
         )
     return int(value)
 
@@ -48,7 +50,7 @@ def parse_table(option: str, text: str, most_rows: int, most_cols: int) -> tuple
 
 
 def parse_share(option: str, text: str) -> float:
-    """Parse a share such as ``0.26`` or ``26%``.
+    """Parse a share such as ``0.26``, ``26%`` or ``1e-3``.
 
     Raises:
         ConfigurationError: It is not a number more than 0 and at most 1.
@@ -63,13 +65,13 @@ def parse_share(option: str, text: str) -> float:
 
 
 def parse_secs(option: str, text: str) -> float:
-    """Parse a duration such as ``90s``, ``30m``, ``2h`` or ``7d``; return its seconds.
+    """Parse a duration such as ``90s``, ``30m``, ``1h30m``, ``7d`` or ``2w``; return its seconds.
 
     Raises:
         ConfigurationError: It is not a duration, or it is 0 or more than 31 years.
     """
-    found = _DURATION.fullmatch(text)
-    value = float(found[1]) * _SECS[found[2]] if found is not None else 0.0
+    parts = _DURATION.findall(text) if _DURATIONS.fullmatch(text) else []
+    value = sum(float(number) * _SECS[unit] for number, unit in parts)
     if not 0 < value <= MAX_SECS:
-        raise ConfigurationError(f"{option} must be a time such as 90s, 30m, 2h or 7d (got {text!r})")
+        raise ConfigurationError(f"{option} must be a time such as 90s, 30m, 1h30m, 7d or 2w (got {text!r})")
     return value

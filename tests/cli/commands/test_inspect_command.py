@@ -12,6 +12,7 @@ from tests.cli.empty_commits import planned_bytes
 from tests.support import runs
 from tests.support.command_line import cnr_json, cnr_text
 from torchrec_cnr.human_text import bytes_text
+from torchrec_cnr.lineage.abandoned import mark_of
 from torchrec_cnr.lineage.checkpoint import read_lineage
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -45,10 +46,11 @@ def test_inspect_tells_programs_the_same(run: Path) -> None:
     document = cnr_json("inspect", run / "step-3")
     checkpoint = cnr.read_checkpoint(run / "step-3")
     manifest = checkpoint.manifest
-    assert {key: document[key] for key in list(document)[:22]} == {
+    assert {key: document[key] for key in list(document)[:24]} == {
         "path": str(run / "step-3"),
         "kind": "delta",
         "is_compacted": False,
+        "is_abandoned": False,
         "created_ns": checkpoint.created_ns,
         "sha256": checkpoint.sha256,
         "checkpoint_id": "step-3",
@@ -70,9 +72,10 @@ def test_inspect_tells_programs_the_same(run: Path) -> None:
             for one in read_lineage(run / "step-3").checkpoints
         ],
         "lineage_problem": None,
+        "missing_files": [],
         "restore_bytes": planned_bytes(run / "step-3"),
     }
-    assert list(document)[22:] == ["tensors", "objects", "packs"]
+    assert list(document)[24:] == ["tensors", "objects", "packs"]
     tensors = {tensor["fqn"]: tensor for tensor in document["tensors"]}
     entry = manifest.tensors["model.bag.weight"]
     assert tensors["model.bag.weight"] == {
@@ -104,10 +107,25 @@ def test_inspect_of_a_root_shows_its_newest(run: Path) -> None:
 def test_inspect_works_without_the_parent(run: Path, tmp_path: Path) -> None:
     """What is known of a checkpoint is shown, with what is wrong below it."""
     shutil.copytree(run / "step-3", tmp_path / "step-3")
-    assert re.search(r"based on +.*its parent .*/step-2 is missing", cnr_text("inspect", tmp_path / "step-3"))
+    text = cnr_text("inspect", tmp_path / "step-3")
+    assert re.search(r"based on +step-2 *\nproblem +.*its parent .*/step-2 is missing", text)
     document = cnr_json("inspect", tmp_path / "step-3")
     assert (document["lineage"], document["restore_bytes"]) == (None, None)
     assert "is missing" in document["lineage_problem"]
+
+
+def test_inspect_tells_of_lost_files_and_of_abandoned_checkpoints(run: Path, tmp_path: Path) -> None:
+    """As ``ls`` does: of the files of all checkpoints that a load reads."""
+    shutil.copytree(run, tmp_path / "run")
+    newest = cnr.read_checkpoint(tmp_path / "run" / "step-3")
+    assert "abandoned" not in cnr_text("inspect", newest.store.url)
+    (lost,) = (tmp_path / "run" / "step-1").glob("*.safetensors")
+    lost.unlink()
+    (tmp_path / "run" / mark_of(newest)).touch()
+    text, document = cnr_text("inspect", newest.store.url), cnr_json("inspect", newest.store.url)
+    assert text.splitlines()[0].endswith("step-3  delta, abandoned")
+    assert re.search(rf"missing +1 data file that a load needs: {lost}", text)
+    assert (document["is_abandoned"], document["missing_files"]) == (True, [str(lost)])
 
 
 @pytest.mark.long

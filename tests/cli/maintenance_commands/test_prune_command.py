@@ -24,7 +24,7 @@ def test_prune_says_what_it_would_do(root: Root, tmp_path: Path) -> None:
     text = cnr_text("prune", root.url, "--last", 1, "--no-tagged")
     assert re.match(r"keep the newest\n", text)
     goes = re.findall(r"^remove +(\S+ \S+) +(\S+) *$", text, re.M)
-    assert goes == [(bytes_text(sizes[name]), name) for name in ("b", "a-1", "a")]
+    assert goes == [(bytes_text(sizes[name]), name) for name in ("a", "a-1", "b")], "oldest first, as cnr ls lists them"
     assert re.search(rf"keep +{bytes_text(sizes['c'])} +c +needed by c-1", text)
     assert re.search(rf"keep +{bytes_text(sizes['c-1'])} +c-1 +newest", text)
     freed, left = sizes["a"] + sizes["a-1"] + sizes["b"], sizes["c"] + sizes["c-1"]
@@ -36,13 +36,16 @@ def test_prune_says_what_it_would_do(root: Root, tmp_path: Path) -> None:
 
     document = cnr_json("prune", root.url, "--last", 1, "--no-tagged")
     assert document == {
-        "keep": "the newest",
-        "goes": [{"name": name, "bytes": sizes[name]} for name in ("b", "a-1", "a")],
-        "stays": {"c": ["needed by c-1"], "c-1": ["newest"]},
+        "rules": "the newest",
+        "remove": [{"name": name, "bytes": sizes[name], "is_checkpoint": True} for name in ("b", "a-1", "a")],
+        "keep": [
+            {"name": "c", "bytes": sizes["c"], "reasons": ["needed by c-1"]},
+            {"name": "c-1", "bytes": sizes["c-1"], "reasons": ["newest"]},
+        ],
         "freed_bytes": freed,
-        "left_bytes": left,
+        "kept_bytes": left,
         "executed": False,
-        "failed": {},
+        "failed": [],
     }
     assert files_in(tmp_path) == before
 
@@ -53,8 +56,8 @@ def test_prune_does_what_it_said(root: Root) -> None:
     assert root.directories() == set(root.checkpoints)
     done = cnr_json("prune", root.url, "--last", 1, "--no-tagged", "--execute")
     assert done == {**said, "executed": True}
-    assert root.directories() == {"c", "c-1"} == set(done["stays"])
-    assert sum(root.files().values()) == done["left_bytes"]
+    assert root.directories() == {"c", "c-1"} == {item["name"] for item in done["keep"]}
+    assert sum(root.files().values()) == done["kept_bytes"]
     root.assert_loads(["c", "c-1"])
     text = cnr_text("prune", root.url, "--last", 1, "--no-tagged", "--execute")
     assert text.splitlines()[-1] == "✓ removed 0 checkpoints, freed 0 B"
@@ -64,7 +67,7 @@ def test_prune_says_what_it_did(root: Root) -> None:
     """In text, too."""
     text = cnr_text("prune", root.url, "--last", 1, "--execute")
     assert root.directories() == {"b", "c", "c-1"}
-    assert re.search(r"remove .* a-1 *\nremove .* a *\nkeep .* b +tagged 'release'", text)
+    assert re.search(r"remove .* a *\nremove .* a-1 *\nkeep .* b +tagged 'release'", text)
     assert re.match(r"✓ removed 2 checkpoints, freed [\d.]+ KB", text.splitlines()[-1])
 
 
@@ -109,7 +112,7 @@ def test_prune_tells_what_could_not_be_removed(root: Root, monkeypatch: pytest.M
     b_bytes = bytes_in(Path(root.at("b")))
     result = cnr_result("prune", root.url, "--last", 1, "--no-tagged", "--execute", "--json")
     document = json.loads(result.stdout)
-    assert (result.exit_code, list(document["failed"])) == (1, ["a-1", "a"])
+    assert (result.exit_code, [item["name"] for item in document["failed"]]) == (1, ["a-1", "a"])
     assert document["freed_bytes"] == b_bytes
     assert root.directories() == {"a", "a-1", "c", "c-1"}
     root.assert_loads(["a-1", "c-1"])
@@ -123,7 +126,7 @@ def test_prune_leaves_alone_what_is_not_ours(root: Root) -> None:
     flip_middle(file)
     before = files_in(Path(root.url))
     text = cnr_text("prune", root.url, "--last", 1, "--execute")
-    assert re.search(r"keep .* notes +not recognised", text)
+    assert re.search(r"keep .* notes +not a checkpoint", text)
     assert re.search(r"keep .* c +cannot be read: .*sha256", text)
     assert re.search(r"keep .* a +.*c, which cannot be read, may need it", text)
     assert files_in(Path(root.url)) == before
@@ -151,4 +154,4 @@ def test_prune_refuses_what_cannot_work(
 
 def test_prune_of_an_empty_root_has_nothing_to_do(tmp_path: Path) -> None:
     """A run that has saved nothing yet is no error, whatever is to be kept."""
-    assert cnr_json("prune", tmp_path, "--execute", "--best", "auc")["goes"] == []
+    assert cnr_json("prune", tmp_path, "--execute", "--best", "auc")["remove"] == []

@@ -99,12 +99,12 @@ def test_all_works_on_any_store(tmp_path: Path) -> None:
     runs.save_run(root, NAMES[:3], quantization=cnr.Asymmetric(4), rows=(400, 12))
     expected = tensors_of(f"{root}/step-3")
     assert cnr_json("compact", root, "--dry-run")["folded"] == [f"{root}/{name}" for name in NAMES[:3]]
-    assert cnr_json("prune", root, "--last", 1)["goes"] == []
+    assert cnr_json("prune", root, "--last", 1)["remove"] == []
     assert cnr_json("compact", root)["executed"]
-    assert cnr_json("prune", root, "--last", 1)["goes"] != []
+    assert cnr_json("prune", root, "--last", 1)["remove"] != []
     assert fs.exists(f"{root}/step-1/manifest.json")
     document = cnr_json("prune", root, "--last", 1, "--execute")
-    assert [removal["name"] for removal in document["goes"]] == ["step-2", "step-1"]
+    assert [removal["name"] for removal in document["remove"]] == ["step-2", "step-1"]
     assert not fs.exists(f"{root}/step-1/manifest.json")
     assert differing(tensors_of(f"{root}/step-3"), expected) == []
 

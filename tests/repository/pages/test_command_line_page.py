@@ -13,7 +13,7 @@ from torchrec_cnr.cli.app import COMMANDS
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "cli.md"
 OPTION = re.compile(r"(?<![\w-])(--[a-z][\w-]*|-[A-Za-z])\b")
 # Described once for all commands: above the commands, and in a section of their own.
-FOR_ALL = {"--json", "--threads", "--help"}
+FOR_ALL = {"--json", "--threads", "--help", "-h"}
 KAFKA = "rows in kafka"
 
 

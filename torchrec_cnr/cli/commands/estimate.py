@@ -112,8 +112,11 @@ def estimate_(
     model = _model(checkpoint, rows, dim, tables)
     interval_secs = parse_secs("--interval", interval)
     save_secs = min(_WITHIN_SECS, interval_secs) if within is None else parse_secs("--within", within)
+    run_secs = parse_secs("--run", run)
     if save_secs > interval_secs:
         raise ConfigurationError(f"--within must be at most --interval, which is {interval} (got {within})")
+    if interval_secs > run_secs:
+        raise ConfigurationError(f"--interval must be at most --run, which is {run} (got {interval})")
     sizing = Sizing(
         tables=model.tables,
         modified=model.modified if modified is None else parse_share("--modified", modified),
@@ -124,7 +127,7 @@ def estimate_(
         num_ranks=model.num_ranks if ranks is None else ranks,
         keep_last=keep,
         save_secs=save_secs,
-        run_secs=parse_secs("--run", run),
+        run_secs=run_secs,
         is_on_gpu=gpu,
     )
     if as_json:

@@ -36,7 +36,7 @@ def prune(
     """Remove the checkpoints that need not be kept.
 
     This is a dry run unless you pass --execute. It also keeps everything that a kept checkpoint needs, that is being
-    saved, loaded or compacted, that cannot be read, or that is not recognised.
+    saved, loaded or compacted, that cannot be read, or that this library did not write.
 
     Rows in Kafka are not removed; the topic's own settings decide. A job may have died right after a commit to Kafka.
     With --kafka, such a checkpoint is recognised as committed. Without it, its files are kept in any case.
@@ -85,22 +85,36 @@ def _check_metric(catalog: Catalog, best: Best | None) -> None:
 
 
 def _json(plan: PrunePlan, result: PruneResult | None) -> dict[str, object]:
+    failed = {} if result is None else result.failed
     return {
-        "keep": str(plan.keep),
-        "goes": [{"name": removal.entry.name, "bytes": removal.num_bytes} for removal in plan.removals],
-        "stays": {name: list(reasons) for name, reasons in plan.stays.items()},
+        "rules": str(plan.keep),
+        "remove": [
+            {"name": item.entry.name, "bytes": item.num_bytes, "is_checkpoint": item.pruned is not None}
+            for item in plan.removals
+        ],
+        "keep": [
+            {"name": name, "bytes": _kept_bytes(plan, name), "reasons": list(reasons)}
+            for name, reasons in plan.stays.items()
+        ],
         "freed_bytes": plan.freed_bytes if result is None else result.freed_bytes,
-        "left_bytes": plan.left_bytes,
+        "kept_bytes": plan.left_bytes,
         "executed": result is not None,
-        "failed": {} if result is None else {name: list(reasons) for name, reasons in result.failed.items()},
+        "failed": [{"name": name, "reasons": list(reasons)} for name, reasons in failed.items()],
     }
 
 
-def _left_over(removal: Removal, plan: PrunePlan) -> str:
-    """Return which files of a directory are removed, unless it is a checkpoint with all its files."""
+def _kept_bytes(plan: PrunePlan, name: str) -> int:
+    """Return the bytes that are kept in a directory."""
+    return plan.catalog.entries[name].num_bytes - sum(
+        item.num_bytes for item in plan.removals if item.entry.name == name
+    )
+
+
+def _left_over(removal: Removal) -> str:
+    """Return which files of a directory are removed; "" if it is a checkpoint with all its files."""
     if removal.pruned is not None:
-        return "all but the data files that others use" if removal.entry.name in plan.stays else ""
-    if all(is_lease(name) for name in removal.files):
+        return ""
+    if all(map(is_lease, removal.files)):
         return "leases of processes that died"
     return "files that no checkpoint needs"
 
@@ -108,15 +122,17 @@ def _left_over(removal: Removal, plan: PrunePlan) -> str:
 def _print(plan: PrunePlan, result: PruneResult | None) -> None:
     console = stdout()
     console.print(Text.assemble("keep ", (str(plan.keep), "bold")))
+    removals = {removal.entry.name: removal for removal in plan.removals}
     lines = bare_grid("what", "size", "name", "why")
-    for removal in plan.removals:
-        why = _left_over(removal, plan)
-        lines.add_row(Text("remove", "red"), bytes_text(removal.num_bytes), name_cell(removal.entry.name), why)
-    removed_bytes = {removal.entry.name: removal.num_bytes for removal in plan.removals}
-    for directory, reasons in plan.stays.items():
-        entry = plan.catalog.entries.get(directory)
-        size = "" if entry is None else bytes_text(entry.num_bytes - removed_bytes.get(directory, 0))
-        lines.add_row(Text("keep", "green"), size, name_cell(directory), name_cell("; ".join(reasons)))
+    for name in dict.fromkeys((*plan.catalog.checkpoints, *plan.catalog.entries)):  # oldest first, as in cnr ls
+        removal, kept = removals.get(name), "; ".join(plan.stays.get(name, ()))
+        if kept and (removal is None or removal.pruned is None):
+            also = "" if removal is None else f"; remove {bytes_text(removal.num_bytes)}: {_left_over(removal)}"
+            size = bytes_text(_kept_bytes(plan, name))
+            lines.add_row(Text("keep", "green"), size, name_cell(name), name_cell(kept + also))
+        elif removal is not None:
+            why = f"keep {bytes_text(_kept_bytes(plan, name))}: {kept}" if kept else _left_over(removal)
+            lines.add_row(Text("remove", "red"), bytes_text(removal.num_bytes), name_cell(name), name_cell(why))
     console.print(lines)
     if plan.catalog.newest in {pruned.name for pruned in plan.pruned}:
         console.print(Text(f"this removes the newest checkpoint, {plan.catalog.newest}", "yellow"))
