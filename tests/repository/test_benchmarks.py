@@ -56,6 +56,7 @@ SLOW = (
     "s3",
     "serving",
     "gpu-kernels",
+    "preemption",
 )
 
 

@@ -1,4 +1,4 @@
-"""TorchRec tables as in a job: sharded, with row-wise Adagrad fused into their backward, on one gloo rank."""
+"""TorchRec tables as in a job: sharded table by table over the ranks, with row-wise Adagrad in their backward."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -82,8 +82,13 @@ class TableModel:
             ],
         )
         apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), {"lr": 0.05})
+        self._num_ranks = dist.get_world_size()
         plan = construct_module_sharding_plan(
-            tables, dict.fromkeys(self._names, table_wise(rank=0)), local_size=1, world_size=1, device_type=device.type
+            tables,
+            {name: table_wise(rank=index % self._num_ranks) for index, name in enumerate(self._names)},
+            local_size=self._num_ranks,
+            world_size=self._num_ranks,
+            device_type=device.type,
         )
         self.sharded = DistributedModelParallel(
             nn.Sequential(tables),
@@ -97,11 +102,11 @@ class TableModel:
         return {"model": self.sharded.state_dict(), "optim": self.sharded.fused_optimizer.state_dict()}
 
     def tables(self) -> list[Tensor]:
-        """Return the live values of each table."""
+        """Return the live values of each table. Only for one rank."""
         return [table.local_shards()[0].tensor for table in self.sharded.state_dict().values()]
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """Return the live optimizer state as plain tensors, by name."""
+        """Return the live optimizer state as plain tensors, by name. Only for one rank."""
         states = self.sharded.fused_optimizer.state_dict()["state"]
         return {
             f"{name}.{key}": value.local_shards()[0].tensor
@@ -143,8 +148,8 @@ class TableModel:
         self.sharded(batch).wait().values().sum().backward()
 
     def modify(self, share: float) -> None:
-        """Train once on each row of a random share of every table's rows."""
-        num_rows = round(share * self.sizes.num_rows)
+        """Train once on each row of a random share of every table's rows. Of several ranks, each takes its part."""
+        num_rows = round(share * self.sizes.num_rows / self._num_ranks)
         rows = [torch.randperm(self.sizes.num_rows, device=self.device)[:num_rows] for _ in self._names]
         for chunks in zip(*(table_rows.split(CHUNK_ROWS) for table_rows in rows), strict=True):
             if len(chunks[0]):

@@ -1,0 +1,81 @@
+"""Preemption: the time from a scheduler's signal until a checkpoint is committed, beside a full save of plain DCP."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.support.registry import Benchmark
+from benchmarks.support.report import Figure, Report, Table, number, quartiles
+from benchmarks.support.rounds import Setup
+
+ROOT = Path(__file__).resolve().parents[3]
+NUM_RANKS, NUM_ROWS, DIM = 4, 1_000_000, 64  # a table per rank, 1 GB in all
+NUM_ROUNDS = 9
+STEP_SECS = 0.1
+SHARES = (0.01, 0.26)
+MAX_SECS, MIN_RATIO = 1.0, 10.0
+LIMIT_SECS = 900.0
+
+
+def run(setup: Setup) -> Report:
+    """Stop a job on four ranks by SIGTERM to one of them, in turns with our manager and with plain DCP."""
+    num_ranks, num_rows, num_rounds = (2, 1000, 1) if setup.quick else (NUM_RANKS, NUM_ROWS, NUM_ROUNDS)
+    setup.say(f"{num_rounds} rounds on {num_ranks} ranks")
+    results = _results(setup.folder / "run", num_ranks, num_rows, num_rounds)
+    plain = [secs for secs, _ in results["plain"]]
+    figures, rows = [], []
+    for name, label in {**{f"{share:g}": f"{share:.0%} of the rows modified" for share in SHARES}, "plain": ""}.items():
+        secs = [secs for secs, _ in results[name]]
+        way = f"delta, {label}" if label else "plain DCP, full"
+        low, median, high = quartiles(secs)
+        num_mb = results[name][0][1] / 1e6
+        rows.append((way, f"{median:.2f}", f"{low:.2f} to {high:.2f}", f"{max(secs):.2f}", f"{num_mb:,.1f}"))
+        if not label:
+            continue
+        is_small = name == f"{SHARES[0]:g}"
+        ratios = [full / ours for full, ours in zip(plain, secs, strict=True)]
+        figures += [
+            Figure.over_rounds(f"signal to commit, {label}", secs, "s", at_most=MAX_SECS if is_small else None),
+            Figure.over_rounds(
+                f"the same with plain DCP, of it, {label}", ratios, "×", at_least=MIN_RATIO if is_small else None
+            ),
+        ]
+    return Report(
+        title=f"SIGTERM to one of {num_ranks} ranks, {num_ranks} tables of {num_rows:,} × {DIM}, steps of "
+        f"{number(1000 * STEP_SECS)} ms",
+        notes=(
+            f"{num_rounds} rounds in turns. The signal comes in the middle of a step. With the manager, ranks agree on",
+            "it at the end of the next step, which is part of the time; plain DCP is given an agreement at the end of",
+            "the same step. Files are synced.",
+        ),
+        figures=tuple(figures),
+        tables=(Table(("checkpoint", "median s", "quartiles", "longest s", "MB"), tuple(rows)),),
+    )
+
+
+def _results(root: Path, num_ranks: int, num_rows: int, num_rounds: int) -> dict[str, list[tuple[float, int]]]:
+    """Run the job, and return the seconds and bytes of each round, by share or ``plain``."""
+    job = [f"--root={root}", f"--rows={num_rows}", f"--dim={DIM}", f"--step-secs={STEP_SECS}", f"--rounds={num_rounds}"]
+    shares = ["--shares", *map(str, SHARES)]
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    command = [sys.executable, "-m", *launcher, "-m", "benchmarks.support.jobs.preempted_job", *job, *shares]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECS,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
+    results: dict[str, list[tuple[float, int]]] = json.loads(done.stdout.splitlines()[-1])
+    return results
+
+
+BENCHMARK = Benchmark(
+    run, "time from a scheduler's signal to the commit, on 4 ranks, beside plain DCP's full save", is_long=True
+)
