@@ -7,6 +7,7 @@ one load in order.
 - ``reader``: ``CNRStorageReader``, DCP's storage reader: reads and verifies a whole checkpoint chain.
 - ``fitting``: decides, once for all ranks, what of the checkpoint is loaded into what, and reports it as
   ``LoadReport``; also the names of objects that every rank has one of, such as data loader state.
+- ``warm_start``: fits a checkpoint to another model, by rules for names and sizes.
 - ``optimizer_state``: pairs optimizer state that has other names because the sharding of its table changed.
 - ``read_items``: layouts, which convert what was saved to what is wanted; the reads that fill a rank's local shards, as
   items of DCP's load plan; and the regions of the checkpoint chain that each item needs.

@@ -38,6 +38,7 @@ class LoadReport:
         reshaped: FQNs whose size differs from the saved one. The values are the saved size and the size in the state
             dict.
         renamed: FQNs that have another FQN in the checkpoint, which is the value.
+        skipped: FQNs of the state dict that the planner's ``only`` excludes, sorted. Their values are unchanged.
 
     Examples:
         >>> path, report = cnr.restore_newest("run", state, tracker)
@@ -53,9 +54,10 @@ class LoadReport:
     unexpected: tuple[str, ...] = ()
     reshaped: Mapping[str, tuple[Size, Size]] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
+    skipped: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        kinds = ("missing", "unexpected", "reshaped", "renamed")
+        kinds = ("missing", "unexpected", "reshaped", "renamed", "skipped")
         counts = [f"{len(names):,} {what}" for what in kinds if (names := getattr(self, what))]
         return f"LoadReport({', '.join([f'{len(self.loaded):,} loaded', *counts])}, {url_text(self.url)})"
 
@@ -67,6 +69,7 @@ class LoadReport:
             "unexpected, left out": [repr(fqn) for fqn in self.unexpected],
             "reshaped": sizes,
             "renamed": [f"{fqn!r} was {saved!r}" for fqn, saved in self.renamed.items()],
+            "skipped, left as they were": [repr(fqn) for fqn in self.skipped],
         }
         lines += [f"{len(names)} {what}: {listed(names)}" for what, names in names_by_kind.items() if names]
         return "\n".join(lines)
@@ -135,7 +138,15 @@ class _Mismatches:
     has_codes: bool = False
 
 
-def fit(wanted: Collection[Wanted], manifest: Manifest, url: str, *, allow_partial: bool) -> Fit:
+def fit(
+    wanted: Collection[Wanted],
+    manifest: Manifest,
+    url: str,
+    *,
+    allow_partial: bool,
+    resized: Collection[str] = (),
+    ignores_unexpected: bool = False,
+) -> Fit:
     """Decide what a load does.
 
     Args:
@@ -143,13 +154,15 @@ def fit(wanted: Collection[Wanted], manifest: Manifest, url: str, *, allow_parti
         manifest: Manifest of the checkpoint.
         url: The checkpoint.
         allow_partial: Whether items on one side only may be left out.
+        resized: FQNs of tensors whose number of rows may differ. The rows that both sides have are loaded.
+        ignores_unexpected: Whether the checkpoint may have items that are not wanted.
 
     Raises:
         StateMismatchError: Something does not fit; the message names all of it, or the first few and their number.
     """
     sizes = {item.fqn: item.size for item in wanted}
     saved_sizes = {fqn: entry.size for fqn, entry in manifest.tensors.items()} | dict.fromkeys(manifest.objects)
-    tables = _Tables.of(sizes, manifest)
+    tables = _Tables.of(sizes, manifest, resized)
     pairing = pair(sizes, saved_sizes, {item.name for item in wanted} | set(tables.fqns))
     missing = set(sizes) - set(saved_sizes) - set(pairing.renamed)
     unexpected = set(saved_sizes) - set(sizes) - set(pairing.renamed.values())
@@ -161,13 +174,13 @@ def fit(wanted: Collection[Wanted], manifest: Manifest, url: str, *, allow_parti
     mismatches.quantized += map(repr, sorted(missing & quantized))
     if not allow_partial:
         mismatches.missing += map(repr, sorted((missing & left_out) - quantized))
-        mismatches.unexpected += map(repr, sorted(unexpected & left_out))
+        mismatches.unexpected += map(repr, () if ignores_unexpected else sorted(unexpected & left_out))
     sources: dict[str, SavedItem] = {}
     reshaped = {}
     for item in sorted((item for item in wanted if item.fqn not in missing), key=lambda item: item.fqn):
         origin = pairing.renamed.get(item.fqn, item.fqn)
         entry = manifest.tensors.get(origin)
-        source = _source(item, origin, entry, tables)
+        source = _source(item, origin, entry, tables) or _resized_source(item, origin, entry, tables, resized)
         _compare(item, entry, source, mismatches)
         sources[item.fqn] = source or SavedItem(origin)
         if entry is not None and item.size is not None and item.size != entry.size:
@@ -189,19 +202,23 @@ class _Tables:
         sizes: Sizes by FQN.
         fqns: FQNs by the table's name in the model; there are several if a state dict contains several models.
         fitting: FQNs of tables that are wanted in the saved size. Their shards can place row-wise state.
+        resized: FQNs of tables that are wanted with another number of rows, as the caller allows.
     """
 
     sizes: Mapping[str, Size]
     fqns: Mapping[str, Collection[str]]
     fitting: Collection[str]
+    resized: Collection[str]
 
     @classmethod
-    def of(cls, wanted: Mapping[str, Size | None], manifest: Manifest) -> "_Tables":
+    def of(cls, wanted: Mapping[str, Size | None], manifest: Manifest, resized: Collection[str]) -> "_Tables":
         sizes = {fqn: entry.size for fqn, entry in manifest.tensors.items() if entry.is_table}
         fqns: dict[str, set[str]] = defaultdict(set)
         for fqn in sizes:
             fqns[str(manifest.paths.get(fqn, (fqn,))[-1])].add(fqn)
-        return cls(sizes, fqns, {fqn for fqn, size in sizes.items() if wanted.get(fqn) == size})
+        fitting = {fqn for fqn, size in sizes.items() if wanted.get(fqn) == size}
+        widths = {fqn: size[1:] for fqn, size in wanted.items() if size is not None and fqn in resized}
+        return cls(sizes, fqns, fitting, {fqn for fqn, size in sizes.items() if widths.get(fqn) == size[1:]} - fitting)
 
     def placing(self, fqn: str, num_rows: int) -> str | None:
         """Return the one table whose shards can place the row-wise state ``fqn`` of this many rows."""
@@ -229,6 +246,19 @@ def _source(item: Wanted, saved_fqn: str, entry: TensorEntry | None, tables: _Ta
         if item.size[0] == num_rows:
             return SavedItem(saved_fqn, RowsLayout(num_cols=num_cols))
     return SavedItem(saved_fqn) if item.size == entry.size else None
+
+
+def _resized_source(
+    item: Wanted, saved_fqn: str, entry: TensorEntry | None, tables: _Tables, resized: Collection[str]
+) -> SavedItem | None:
+    """Return the source of an item that has another number of rows; None if that may not be, or more differs."""
+    if entry is None or not item.size or item.dtype == QUANTIZED or item.fqn not in resized:
+        return None
+    if entry.table is not None:
+        num_rows = tables.sizes[entry.table][0]
+        is_placed = entry.table in tables.resized and len(item.size) == 1
+        return SavedItem(saved_fqn, RowsLayout(entry.table, max_rows=num_rows)) if is_placed else None
+    return SavedItem(saved_fqn) if entry.size and item.size[1:] == entry.size[1:] else None
 
 
 def _is_row_wise(size: Size) -> bool:
@@ -286,8 +316,9 @@ def _lines(mismatches: _Mismatches) -> Iterator[str]:
         )
     if mismatches.sizes or mismatches.kinds:
         yield (
-            "a tensor must have the saved size: build the model with that size, or remove the tensor from the state "
-            "dict and pass CNRLoadPlanner(allow_partial_load=True)"
+            "a tensor must have the saved size: build the model with that size; or pass CNRLoadPlanner(resize=[...]), "
+            "which loads the rows that both have, for a table and its optimizer state; or remove the tensor from the "
+            "state dict and pass CNRLoadPlanner(allow_partial_load=True)"
         )
     if mismatches.roles:
         yield (

@@ -32,9 +32,11 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torchrec_cnr.errors import ConfigurationError, LoadError
 from torchrec_cnr.format.manifest import CheckpointRef
 from torchrec_cnr.format.safe_pickle import unpickling_error
+from torchrec_cnr.human_text import given_text
 from torchrec_cnr.lineage.checkpoint import Lineage
-from torchrec_cnr.loading.fitting import Fit, LoadReport, Wanted, fit, saved_by_others
+from torchrec_cnr.loading.fitting import Fit, LoadReport, Wanted, saved_by_others
 from torchrec_cnr.loading.read_items import LoadMetadata, SameLayout, SavedItem, TargetTables
+from torchrec_cnr.loading.warm_start import WarmStart
 from torchrec_cnr.sharding import ShardKey, local_shards, memory_key
 from torchrec_cnr.storage.fences import restored_from
 from torchrec_cnr.tracking.tracked_tables import TrackedRows, TrackedShard, check_tracker
@@ -49,10 +51,12 @@ class _OfRank:
     Attributes:
         wanted: The items of its state dict.
         checkpoint: The checkpoint that it reads.
+        warm_start: The rules that it was given.
     """
 
     wanted: frozenset[Wanted]
     checkpoint: CheckpointRef
+    warm_start: WarmStart
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,12 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         allow_partial_load: Whether to accept FQNs that only the checkpoint or only the state dict has. Tables of
             ``inference`` must still all be loaded. The report lists what was left out, and a warning is logged. After
             such a load, the next save is a baseline.
+        rename: For a warm start of another model: patterns of FQNs in the state dict, and the FQNs in the checkpoint.
+            A pattern may contain ``*``, and its value as many of them, which stand for the same texts.
+        resize: Patterns of tensors in the state dict that may have more or fewer rows than the saved ones: tables, and
+            their optimizer state. The rows that both have are loaded, and further rows keep their values.
+        only: Patterns of what is loaded. All else in the state dict keeps its values, and the checkpoint may have more.
+            After a load with any of these three, the next save is a baseline.
 
     Raises:
         LoadError: While loading, if ranks read different checkpoints.
@@ -106,6 +116,9 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         *,
         inference: TargetTables | None = None,
         allow_partial_load: bool = False,
+        rename: Mapping[str, str] | None = None,
+        resize: Sequence[str] | None = None,
+        only: Sequence[str] | None = None,
     ) -> None:
         super().__init__(allow_partial_load=allow_partial_load)
         if tracker is not None:
@@ -113,6 +126,7 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         if tracker is not None and inference is not None:
             raise ConfigurationError("a quantized model is not trained: load it without a tracker, in a separate load")
         self._tracker = tracker
+        self._warm_start = WarmStart.of(rename, resize, only)
         self._loading: LoadMetadata | None = None
         self._decision: _Decision | None = None
         self._inference = TargetTables(()) if inference is None else inference
@@ -127,6 +141,7 @@ class CNRLoadPlanner(DefaultLoadPlanner):
             parts.append(f"inference={self._inference!r}")
         if self.allow_partial_load:
             parts.append("allow_partial_load=True")
+        parts += [given for given in (given_text(self._warm_start),) if self._warm_start]
         return f"CNRLoadPlanner({', '.join(parts)})"
 
     @property
@@ -154,23 +169,27 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         """Report to the coordinator what this rank wants."""
         items = self.state_dict.items()
         wanted = frozenset(Wanted.of(fqn, value, self.mappings[fqn], self._inference) for fqn, value in items)
-        return LoadPlan([], planner_data=_OfRank(wanted, self._lineage.newest.ref))
+        return LoadPlan([], planner_data=_OfRank(wanted, self._lineage.newest.ref, self._warm_start))
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Decide for all ranks what is loaded, because one rank need not have every tensor."""
         ranks: list[_OfRank] = [plan.planner_data for plan in global_plan]
         _refuse_different([rank.checkpoint for rank in ranks])
+        if len({rank.warm_start for rank in ranks}) > 1:
+            raise ConfigurationError("'rename', 'resize' and 'only' must be the same on all ranks")
         wanted = frozenset[Wanted]().union(*(rank.wanted for rank in ranks))
         newest = self._lineage.newest
         ranked = {item.fqn: names for item in wanted if (names := saved_by_others(item.fqn, newest.manifest.objects))}
         wanted = frozenset(item for item in wanted if item.fqn not in ranked).union(
             Wanted(name, name) for names in ranked.values() for name in names
         )
-        fitted = fit(wanted, newest.manifest, newest.store.url, allow_partial=self.allow_partial_load)
+        url, partial = newest.store.url, self.allow_partial_load
+        fitted = self._warm_start.fit(wanted, newest.manifest, url, allow_partial=partial)
         if fitted.report.missing or fitted.report.unexpected:
             text = str(fitted.report).replace("\n", "; ")
             logger.warning("not everything is loaded, and the planner's report lists all names: %s", text)
-        decision = _Decision(fitted.report, fitted.sources, ranked, _is_complete(fitted, self._lineage))
+        is_complete = not self._warm_start and _is_complete(fitted, self._lineage)
+        decision = _Decision(fitted.report, fitted.sources, ranked, is_complete)
         return [replace(plan, planner_data=decision) for plan in global_plan]
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:

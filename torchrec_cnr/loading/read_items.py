@@ -145,10 +145,12 @@ class RowsLayout:
     Attributes:
         table: FQN of the table whose shards determine the rows of the item's shards; None if the item's own regions do.
         num_cols: Without ``table``, the number of columns of the table that the saved state belongs to; 1 if unknown.
+        max_rows: The number of saved rows, if the table has more or fewer in the state dict; otherwise None.
     """
 
     table: str | None = None
     num_cols: int = 1
+    max_rows: int | None = None
     converts: ClassVar[bool] = False
 
     def read_items(
@@ -156,12 +158,20 @@ class RowsLayout:
     ) -> list[ReadItem]:
         """Return one read for each local shard that has rows."""
         shards = local_shards(state_dict[fqn])
-        table_boxes = self._table_boxes(fqn, shards, state_dict)
-        return [
-            LayoutReadItem.of(self, table_box, fqn, saved_fqn, index, shard.box)
-            for index, (shard, table_box) in enumerate(zip(shards, table_boxes, strict=True))
-            if table_box.num_rows
-        ]
+        items: list[ReadItem] = []
+        for index, (shard, table_box) in enumerate(
+            zip(shards, self._table_boxes(fqn, shards, state_dict), strict=True)
+        ):
+            num_rows = self._num_saved(table_box)
+            if num_rows > 0:
+                wanted_box, place = _first_rows(table_box, num_rows), _first_rows(shard.box, num_rows)
+                items.append(LayoutReadItem.of(self, wanted_box, fqn, saved_fqn, index, place))
+        return items
+
+    def _num_saved(self, table_box: Box) -> int:
+        """Return how many of the rows of a shard were saved."""
+        most = table_box.num_rows if self.max_rows is None else self.max_rows - table_box.offsets[0]
+        return min(table_box.num_rows, most)
 
     def _table_boxes(self, fqn: str, shards: Sequence[LocalShard], state_dict: Mapping[str, Any]) -> list[Box]:
         """Return the region of the table that each shard of its row-wise state belongs to."""
@@ -176,6 +186,10 @@ class RowsLayout:
     def regions(self, tensor: LineageTensor, box: Box, target: Tensor) -> list[Region]:
         """Return the region for the box, in the table's indices."""
         return [tensor.rows_region(box, target if target.dim() == 1 else target[:, 0])]
+
+
+def _first_rows(box: Box, num_rows: int) -> Box:
+    return Box(box.offsets, (num_rows, *box.sizes[1:]))
 
 
 @dataclass(frozen=True)
@@ -232,6 +246,13 @@ class SavedItem:
 
     fqn: str
     layout: Layout = SameLayout()
+
+    def under(self, fqns: Mapping[str, str]) -> "SavedItem":
+        """Return the source for a state dict in which tables have other names, by saved FQN."""
+        layout = self.layout
+        if not isinstance(layout, RowsLayout) or layout.table is None:
+            return self
+        return replace(self, layout=replace(layout, table=fqns.get(layout.table, layout.table)))
 
 
 def item_regions(lineage: Lineage, item: ReadItem, target: Tensor) -> list[Region]:

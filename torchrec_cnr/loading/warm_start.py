@@ -1,0 +1,144 @@
+"""Warm starts: fit a checkpoint to another model, by rules for names, sizes, and for what is loaded at all.
+
+The rules are patterns of the state dict's FQNs. They are resolved once, against all names on both sides. What would
+have to be guessed is an error: a rule that matches nothing, two rules for one name, or two names for one saved tensor.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from torchrec_cnr.arguments import check_type
+from torchrec_cnr.errors import ConfigurationError, StateMismatchError
+from torchrec_cnr.format.manifest import Manifest
+from torchrec_cnr.loading.fitting import Fit, Wanted, fit, listed
+
+_UNUSED = "  {} {!r}: nothing in the state dict has such a name"
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """The rules of a warm start; without any, a load is that of the same model.
+
+    Attributes:
+        rename: Pairs of a pattern of FQNs in the state dict, and the saved FQN. Each ``*`` of the pattern stands for
+            any text, and the ``*`` of the saved FQN, as many of them, stand for the same texts.
+        resize: Patterns of tensors that may have more or fewer rows than the saved ones.
+        only: Patterns of what is loaded; None for everything.
+    """
+
+    rename: tuple[tuple[str, str], ...] = ()
+    resize: tuple[str, ...] = ()
+    only: tuple[str, ...] | None = None
+
+    @classmethod
+    def of(
+        cls, rename: Mapping[str, str] | None, resize: Sequence[str] | None, only: Sequence[str] | None
+    ) -> "WarmStart":
+        """Return the rules of a planner's arguments.
+
+        Raises:
+            ConfigurationError: An argument is invalid.
+        """
+        check_type("rename", rename, (Mapping, type(None)), "a mapping of patterns to saved FQNs")
+        for name, patterns in (("resize", resize), ("only", only)):
+            check_type(name, patterns, (list, tuple, type(None)), "a list of patterns of FQNs")
+        for pattern, saved in (rename or {}).items():
+            if pattern.count("*") != saved.count("*"):
+                raise ConfigurationError(f"'rename' needs as many '*' in {saved!r} as in {pattern!r}")
+        return cls(tuple((rename or {}).items()), tuple(resize or ()), None if only is None else tuple(only))
+
+    def __bool__(self) -> bool:
+        return self != WarmStart()
+
+    def fit(self, wanted: Collection[Wanted], manifest: Manifest, url: str, *, allow_partial: bool) -> Fit:
+        """Decide what a load does, as :func:`fitting.fit`, after these rules.
+
+        Raises:
+            StateMismatchError: A rule or something else does not fit; the message names all of it.
+        """
+        if not self:
+            return fit(wanted, manifest, url, allow_partial=allow_partial)
+        fqns = sorted({item.fqn for item in wanted})
+        loaded = [fqn for fqn in fqns if self.only is None or _matches(fqn, self.only)]
+        saved_fqns, problems = self._renamed(loaded, manifest)
+        problems += self._unused(fqns, loaded)
+        if problems:
+            raise StateMismatchError("\n".join([f"the warm start does not fit {url}:", *problems]))
+        skipped = sorted(set(fqns) - set(loaded))
+        fitted = fit(
+            [_named(item, saved_fqns, manifest) for item in wanted if item.fqn not in set(skipped)],
+            manifest,
+            url,
+            allow_partial=allow_partial,
+            resized={saved_fqns.get(fqn, fqn) for fqn in loaded if _matches(fqn, self.resize)},
+            ignores_unexpected=self.only is not None,
+        )
+        return _named_back(fitted, {saved: fqn for fqn, saved in saved_fqns.items()}, skipped)
+
+    def _renamed(self, fqns: Sequence[str], manifest: Manifest) -> tuple[dict[str, str], list[str]]:
+        """Return the saved FQNs of what is renamed, and what is wrong with the rules."""
+        saved_fqns: dict[str, str] = {}
+        rules: dict[str, list[str]] = defaultdict(list)
+        for pattern, saved_pattern in self.rename:
+            for fqn in fqns:
+                if (match := re.fullmatch("(.*)".join(map(re.escape, pattern.split("*"))), fqn)) is not None:
+                    texts = iter(match.groups())
+                    saved_fqns[fqn] = re.sub(r"\*", lambda _: next(texts), saved_pattern)  # noqa: B023 - used at once
+                    rules[fqn].append(pattern)
+        problems = [f"  {fqn!r} is renamed by {' and by '.join(map(repr, of))}" for fqn, of in rules.items() if of[1:]]
+        is_there = {*manifest.tensors, *manifest.objects}
+        absent = sorted({saved for saved in saved_fqns.values() if saved not in is_there})
+        if absent:
+            problems.append(f"  {len(absent)} renamed, but not in the checkpoint: {listed([*map(repr, absent)])}")
+        claims: dict[str, list[str]] = defaultdict(list)
+        for fqn in fqns:
+            claims[saved_fqns.get(fqn, fqn)].append(fqn)
+        problems += [
+            f"  {' and '.join(map(repr, claimed))} would both be loaded from {saved!r}"
+            for saved, claimed in claims.items()
+            if claimed[1:]
+        ]
+        used = {pattern for patterns in rules.values() for pattern in patterns}
+        problems += [_UNUSED.format("rename", pattern) for pattern, _ in self.rename if pattern not in used]
+        return saved_fqns, problems
+
+    def _unused(self, fqns: Sequence[str], loaded: Sequence[str]) -> Iterator[str]:
+        """Yield the patterns that match nothing."""
+        for name, patterns, names in (("resize", self.resize, loaded), ("only", self.only or (), fqns)):
+            for pattern in patterns:
+                if not any(fnmatchcase(fqn, pattern) for fqn in names):
+                    yield _UNUSED.format(name, pattern)
+
+
+def _matches(fqn: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(fqn, pattern) for pattern in patterns)
+
+
+def _named(item: Wanted, saved_fqns: Mapping[str, str], manifest: Manifest) -> Wanted:
+    """Return an item under the name that it has in the checkpoint."""
+    if item.fqn not in saved_fqns:
+        return item
+    saved_fqn = saved_fqns[item.fqn]
+    return replace(item, fqn=saved_fqn, name=str(manifest.paths.get(saved_fqn, (saved_fqn,))[-1]))
+
+
+def _named_back(fitted: Fit, fqns: Mapping[str, str], skipped: Sequence[str]) -> Fit:
+    """Return a decision by the names of the state dict; ``fqns`` has them by saved FQN, where they differ."""
+    report = fitted.report
+    sources = {fqns.get(fqn, fqn): source.under(fqns) for fqn, source in fitted.sources.items()}
+    renamed = {fqns.get(fqn, fqn): saved for fqn, saved in report.renamed.items()}
+    return replace(
+        fitted,
+        report=replace(
+            report,
+            loaded=tuple(sorted(sources)),
+            missing=tuple(sorted(fqns.get(fqn, fqn) for fqn in report.missing)),
+            reshaped={fqns.get(fqn, fqn): sizes for fqn, sizes in report.reshaped.items()},
+            renamed={**{fqn: saved for saved, fqn in fqns.items()}, **renamed},
+            skipped=tuple(skipped),
+        ),
+        sources=sources,
+    )
