@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # No deadline: the first example pays for imports and for caches that are cold.
 # A change is judged by the same examples whenever it is; new ones are looked for by `make test-full`.
-hypothesis.settings.register_profile("project", deadline=None, derandomize=True, max_examples=30)
+hypothesis.settings.register_profile("project", deadline=None, derandomize=True, max_examples=20)
 hypothesis.settings.register_profile("full", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("project")
 

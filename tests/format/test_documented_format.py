@@ -619,7 +619,7 @@ REPLACED_FILES = sorted(path.relative_to(GOLDEN) for path in GOLDEN.glob("step-*
 
 
 @pytest.mark.long
-@hypothesis.settings(max_examples=100)
+@hypothesis.settings(max_examples=50)
 @hypothesis.given(file=st.sampled_from(REPLACED_FILES), place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_any_flipped_bit_below_a_replacement_is_noticed_or_not_needed(
     tmp_path_factory: pytest.TempPathFactory, file: Path, place: float, bit: int
@@ -820,7 +820,7 @@ LAST_REPLACEMENT = {
     ["step-2/manifest.json", *LAST_REPLACEMENT.values()],
     ids=["commit", *(f"replacement of {step}" for step in LAST_REPLACEMENT)],
 )
-@hypothesis.settings(max_examples=150)
+@hypothesis.settings(max_examples=60)
 @hypothesis.given(data=st.data())
 def test_reader_and_library_agree_on_any_manifest(
     tmp_path_factory: pytest.TempPathFactory, file: str, data: st.DataObject

@@ -38,8 +38,8 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-# The longest, and those whose parts other tests run: loads by ranks, requests to S3, a served model, methods to save,
-# and Triton's kernels, which are interpreted where there is no GPU.
+# The longest, and those whose parts other tests run: loads by ranks, requests to S3, Kafka, a served model, methods to
+# save, and what is made for GPUs.
 SLOW = (
     "headline",
     "cost",
@@ -57,6 +57,10 @@ SLOW = (
     "serving",
     "gpu-kernels",
     "preemption",
+    "kafka",
+    "accuracy",
+    "gpu-loads",
+    "gpu-stall",
 )
 
 

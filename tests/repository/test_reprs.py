@@ -45,7 +45,6 @@ VALUES: Mapping[str, Any] = {
     "OneShot": cnr.OneShot(),
     "Preemption": cnr.Preemption(),
     "Prune": cnr.Prune(NOW_NS, "step-1", 2000),
-    "ParamGroups": cnr.ParamGroups(KeyedOptimizer({}, {}, [])),
     "RandomState": cnr.RandomState(),
     "Symmetric": cnr.Symmetric(2),
 }
@@ -89,6 +88,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Any]
         subscriber.lag,
         cnr.InferenceTables(_quantized_model()),
         cnr.ReaderState([1, 2, 3]),
+        cnr.ParamGroups(KeyedOptimizer({}, {}, [])),
         planner.report,
         cnr.read_checkpoint(path),
         cnr.plan_compaction(path),

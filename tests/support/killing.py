@@ -67,14 +67,15 @@ class Kill:
     finished: bool
 
 
-def every_kill(prepare: Callable[[int], str], fn: Callable[[str], object]) -> Iterator[Kill]:
+def every_kill(prepare: Callable[[int], str], fn: Callable[[str], object], step: int = 1) -> Iterator[Kill]:
     """Kill a function before its first storage operation, its second, and so on until it finishes.
 
     Args:
         prepare: Makes a root for the n-th kill, always alike; returns its path.
         fn: A function of a module that works on a root. Operations elsewhere are not counted.
+        step: How many operations there are from one kill to the next.
     """
-    for number in itertools.count(1):
+    for number in itertools.count(1, step):
         root = prepare(number)
         outcome = in_child(_run_until, fn, root, number)
         if outcome not in (True, -signal.SIGKILL):

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from torchrec_cnr.arguments import check_type
 from torchrec_cnr.errors import ConfigurationError, StateMismatchError
+from torchrec_cnr.human_text import count_text
 
 _NAME = "param_groups"
 _KERNEL_RATE = "kernel_lr"
@@ -50,6 +51,9 @@ class ParamGroups:
                 "'optimizer' must be one of TorchRec, which names its parameters; other optimizers save their "
                 f"param_groups themselves, so put them into the state as they are (got {type(self.optimizer).__name__})"
             )
+
+    def __repr__(self) -> str:
+        return f"ParamGroups({count_text(len(_names(self.optimizer)), 'parameter')})"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the values of the groups, by parameter."""

@@ -2,6 +2,7 @@
 
 - ``async_saves``: asynchronous saves, by this library and by DCP.
 - ``policy_runs``: runs of many checkpoints under a policy.
+- ``preempted_job``: a job on several ranks that a signal stops.
 - ``restored_runs``: training that is restored from quantized checkpoints.
 - ``save_methods``: methods to save and restore a model, by this library and others.
 - ``simulated_ranks``: the saves of many ranks in one process.

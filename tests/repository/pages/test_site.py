@@ -127,7 +127,7 @@ def _spoil_names(docs: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("spoil", [_spoil_pages, _spoil_names])
+@pytest.mark.parametrize("spoil", [pytest.param(_spoil_pages, marks=pytest.mark.slow), _spoil_names])
 def test_what_leads_nowhere_fails_the_build(tmp_path: Path, spoil: Callable[[Path], tuple[str, ...]]) -> None:
     """A link, a section, a page or a name that is not there is an error that names it."""
     shutil.copy(ROOT / "mkdocs.yml", tmp_path)
