@@ -28,10 +28,10 @@ def _manager(root: str | Path, job: Any, **more: Any) -> cnr.CheckpointManager:
     )
 
 
-def _run(rank: int, root: str, signalled: int, number: int, is_async: bool) -> tuple[Any, ...]:
+def _run(rank: int, root: str, signalled: int, number: int, is_async: bool, overlap: bool) -> tuple[Any, ...]:
     """Train until told to stop; one rank gets a signal in its third step."""
     job = torchrec_job(1)
-    manager = _manager(root, job)
+    manager = _manager(root, job, preemption=cnr.Preemption(overlap=overlap))
     saved = []
     for step in range(1, 20):
         train(job, step)
@@ -52,13 +52,17 @@ def _run(rank: int, root: str, signalled: int, number: int, is_async: bool) -> t
     return (*answer, restored, is_same, manager.should_stop, signal.getsignal(number))
 
 
-@pytest.mark.parametrize(("number", "is_async"), [(signal.SIGTERM, False), (signal.SIGUSR1, True)])
+@pytest.mark.parametrize(
+    ("number", "is_async", "overlap"),
+    [(signal.SIGTERM, False, True), (signal.SIGUSR1, True, True), (signal.SIGTERM, True, False)],
+)
 def test_all_ranks_save_at_the_same_step_and_stop(
-    tmp_path: Path, rank_pool: RankPools, number: int, is_async: bool
+    tmp_path: Path, rank_pool: RankPools, number: int, is_async: bool, overlap: bool
 ) -> None:
-    """At the end of the step after the signal; the handlers of before are back afterwards."""
-    answers = rank_pool(2).run(_run, str(tmp_path / "run"), 1, int(number), is_async, timeout_secs=100.0)
-    assert answers == [(4, [4], True, 143, 4, True, True, signal.SIG_DFL)] * 2
+    """At the end of the step after the signal, or of its own; the handlers of before are back afterwards."""
+    answers = rank_pool(2).run(_run, str(tmp_path / "run"), 1, int(number), is_async, overlap, timeout_secs=100.0)
+    step = 3 + overlap
+    assert answers == [(step, [step], True, 143, step, True, True, signal.SIG_DFL)] * 2
 
 
 def test_one_process_stops(tmp_path: Path) -> None:

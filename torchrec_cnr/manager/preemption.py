@@ -1,7 +1,8 @@
 """Preemption: a scheduler announces by a signal that it will kill the job, and all ranks save once more.
 
 The signal may reach one rank only, but all ranks must save at the same step. So each rank begins an all-reduce of its
-flag at the end of each step, and reads the result at the end of the next one. By then it is there, so no rank waits.
+flag at the end of each step, and reads the result at the end of the next one. By then it is there, so no rank waits. A
+job of long steps, or with little time, may read it at once.
 """
 
 import os
@@ -23,13 +24,15 @@ from torchrec_cnr.manager.ranks import RunRanks
 class Preemption:
     """The signals by which a scheduler announces that it will kill the job, and the exit status of a job that stops.
 
-    At the end of the step after such a signal, all ranks save a checkpoint, and ``CheckpointManager.should_stop``
-    becomes true on all of them.
+    At the end of the step in which such a signal comes, or of the next one, all ranks save a checkpoint. Then
+    ``CheckpointManager.should_stop`` becomes true on all of them.
 
     Attributes:
         signals: The signals. Slurm, Kubernetes and torchrun send SIGTERM; Slurm's ``--signal`` can send any other.
         exit_status: ``CheckpointManager.exit_status`` of a job that stops. It must not be 0, which
             schedulers read as success. The default is what a shell reports of a process that SIGTERM has ended.
+        overlap: Whether the ranks agree during the next step, which takes no time, but delays the save by one step.
+            Otherwise each step ends with an all-reduce of one byte, for which it waits.
 
     Raises:
         ConfigurationError: A value is no signal that a process can handle, or no exit status from 1 to 255.
@@ -44,6 +47,7 @@ class Preemption:
 
     signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGUSR1)
     exit_status: int = 128 + signal.SIGTERM
+    overlap: bool = True
 
     def __post_init__(self) -> None:
         check_type("signals", self.signals, tuple, "a tuple of signals, such as (signal.SIGTERM,)")
@@ -51,6 +55,7 @@ class Preemption:
             if number not in signal.valid_signals() or number in (signal.SIGKILL, signal.SIGSTOP):
                 raise ConfigurationError(f"'signals' must be signals that a process can handle (got {number!r})")
         check_count("exit_status", self.exit_status, 1, 255)
+        check_type("overlap", self.overlap, bool, "True or False")
 
     def __repr__(self) -> str:
         return given_text(self)
@@ -146,7 +151,8 @@ class StopAgreement:
         """Return whether all ranks agree to stop at this step, which is so once. All ranks call this at each step."""
         if self._preemption is None or self.is_reached:
             return False
-        answer, self._answer = self._answer, self._ranks.begin_any(self._signals.were_received)
+        begun = self._ranks.begin_any(self._signals.were_received)
+        answer, self._answer = (self._answer, begun) if self._preemption.overlap else (begun, None)
         self.is_reached = answer is not None and answer()
         return self.is_reached
 

@@ -50,9 +50,8 @@ def run(setup: Setup) -> Report:
         title=f"SIGTERM to one of {num_ranks} ranks, {num_ranks} tables of {num_rows:,} × {DIM}, steps of "
         f"{number(1000 * STEP_SECS)} ms",
         notes=(
-            f"{num_rounds} rounds in turns. The signal comes in the middle of a step. With the manager, ranks agree on",
-            "it at the end of the next step, which is part of the time; plain DCP is given an agreement at the end of",
-            "the same step. Files are synced.",
+            f"{num_rounds} rounds in turns. The signal comes in the middle of a step. All ranks agree on it at the end",
+            "of the step, with Preemption(overlap=False), and as plain DCP is made to. Files are synced.",
         ),
         figures=tuple(figures),
         tables=(Table(("checkpoint", "median s", "quartiles", "longest s", "save alone s", "MB"), tuple(rows)),),

@@ -109,7 +109,7 @@ class _Job:
         tracker = cnr.RowTracker(self._model.sharded)
         scheme = cnr.AdaptiveAsymmetric(bits=4)
         manager = cnr.CheckpointManager(
-            root, tracker, quantization=scheme, every_steps=NEVER, preemption=cnr.Preemption()
+            root, tracker, quantization=scheme, every_steps=NEVER, preemption=cnr.Preemption(overlap=False)
         )
         manager.save(0, self._model.state(), force=True)
         self._model.modify(share)
