@@ -83,6 +83,7 @@ def _live(rank: int, root: str, group: str, pipeline: str, life: int, stop: _Sto
 
 
 def _life(folder: Path, pipeline: str, life: int, stop: _Stop | None) -> list[_Lived]:
+    folder.mkdir(exist_ok=True)
     with ThreadPoolExecutor(WORLD_SIZE) as threads:
         place = str(folder / "root"), str(folder / f"group-{life}")
         lives = [threads.submit(in_child, _live, rank, *place, pipeline, life, stop) for rank in range(WORLD_SIZE)]
