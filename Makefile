@@ -51,8 +51,8 @@ quick: .venv ## the tests that take less than half a second each
 unit: .venv ## tests, but the slow ones; three files at a time, as many wait for servers, those that take long first
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-test-full: .venv ## all tests, the slow ones too
-	$(BIN)/python -m pytest --hypothesis-profile full
+test-full: .venv ## all tests, the slow ones too; takes hours
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --hypothesis-profile full --numprocesses 2 --dist load
 
 bench: .venv ## run the benchmarks that take minutes
 	$(BIN)/python -m benchmarks --plots build/plots --json build/figures.json
