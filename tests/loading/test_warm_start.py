@@ -137,14 +137,14 @@ def test_any_sizes_and_names(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"rename": {"z*": "*"}}, ["rename 'z*': nothing in the state dict has such a name"]),
+        ({"rename": {"z*": "*"}}, ["rename 'z*': nothing that is loaded has such a name"]),
         (
             {"rename": {"a": "nowhere", "b": "no.where"}},
             ["2 renamed, but not in the checkpoint: 'no.where', 'nowhere'"],
         ),
-        ({"rename": {"a*": "a*", "*a": "*a"}}, ["'a' is renamed by 'a*' and by '*a'"]),
+        ({"rename": {"a*": "a*", "*a": "*a"}}, ["'a' is renamed by '*a' and by 'a*'"]),
         ({"rename": {"a": "b"}}, ["'a' and 'b' would both be loaded from 'b'"]),
-        ({"resize": ["c"], "only": ["a"]}, ["resize 'c': nothing in the state dict has such a name"]),
+        ({"resize": ["c"], "only": ["a"]}, ["resize 'c': nothing that is loaded has such a name"]),
         ({"only": ["nothing.*"], "rename": {"a": "z"}}, ["only 'nothing.*': nothing", "rename 'a': nothing"]),
         ({"only": ["a", "c"]}, ["1 not in the checkpoint: 'c'"]),
         (
@@ -167,6 +167,8 @@ def test_what_would_be_guessed_is_refused(tmp_path: Path, options: dict[str, Any
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"rename": {1: "a"}}, "'rename' must be a mapping of patterns to saved FQNs"),
+        ({"only": [None]}, "'only' must be a list of patterns of FQNs"),
         ({"rename": ["a"]}, "'rename' must be a mapping of patterns to saved FQNs"),
         ({"rename": {"a.*": "b"}}, "'rename' needs as many '*' in 'b' as in 'a.*'"),
         ({"resize": "a"}, "'resize' must be a list of patterns of FQNs"),
@@ -190,3 +192,84 @@ def test_rules_that_differ_between_ranks_are_refused(tmp_path: Path, rank_pool: 
     """On all ranks."""
     messages = rank_pool(2).run(_load_by_different_rules, str(tmp_path))
     assert messages == ["'rename', 'resize' and 'only' must be the same on all ranks"] * 2
+
+
+def _fused(num_rows: int, state: Tensor, name: str = "momentum1") -> dict[str, Any]:
+    """A table of two columns, and fused state of it, as TorchRec names them."""
+    key = "ebc.embedding_bags.t.weight"
+    return {"model": {key: torch.arange(2.0 * num_rows).view(-1, 2)}, "fused": {"state": {key: {f"t.{name}": state}}}}
+
+
+@pytest.mark.parametrize(("num_rows", "num_state"), [(6, 12), (4, 12), (6, 4), (2, 4)])
+def test_state_of_column_shards_is_not_resized_without_its_table(tmp_path: Path, num_rows: int, num_state: int) -> None:
+    """A save without a tracker does not tell where the values of one shard end: they would go to other rows."""
+    dcp.save(_fused(4, torch.arange(8.0)), storage_writer=models.writer(tmp_path / "0"))
+    target = _fused(num_rows, torch.full((num_state,), -1.0))
+    message = _refusal(target, str(tmp_path / "0"), resize=["model.*", "fused.state.*"])
+    assert "1 of another size: 'fused.state.ebc.embedding_bags.t.weight.t.momentum1'" in message
+    dcp.save(_fused(4, torch.arange(4.0)), storage_writer=models.writer(tmp_path / "1"))
+    target = _fused(6, torch.full((6,), -1.0))
+    _load(target, str(tmp_path / "1"), resize=["model.*", "fused.state.*"])
+    state = target["fused"]["state"]["ebc.embedding_bags.t.weight"]["t.momentum1"]
+    assert state.tolist() == [0.0, 1.0, 2.0, 3.0, -1.0, -1.0]
+
+
+def _halved(rank: int, root: str) -> str:
+    """From one shard of 20 rows to two column shards of 10: the state has 20 values in both."""
+    job = torchrec_job(1, "table", bag_rows=(20, 8, 4))
+    tracker = cnr.RowTracker(job.model)
+    save(state(job), f"{root}/0", cnr.CNRSavePlanner(tracker))
+    tracker.close()
+    target = torchrec_job(2, "column", bag_rows=(10, 8, 4))
+    message = _refusal(state(target), f"{root}/0", only=["fused.state.ebc.embedding_bags.t0.*"])
+    _load(state(target), f"{root}/0", resize=RESIZE)
+    found, saved = whole(state(target)), whole(state(job))
+    fqn = "fused.state.ebc.embedding_bags.t0.weight.t0.momentum1"
+    assert torch.equal(found[fqn], saved[fqn][:10].repeat(2))
+    return message
+
+
+def test_state_of_the_same_size_is_not_taken_for_the_same_rows(tmp_path: Path, rank_pool: RankPools) -> None:
+    """It goes to the rows that it belongs to, or is refused where its table is not loaded."""
+    for message in rank_pool(2).run(_halved, str(tmp_path)):
+        assert "1 of another size: 'fused.state.ebc.embedding_bags.t0.weight.t0.momentum1'" in message
+
+
+def _swapped(rank: int, root: str) -> str:
+    job = torchrec_job(1, "column")
+    tracker = cnr.RowTracker(job.model)
+    save(state(job), f"{root}/0", cnr.CNRSavePlanner(tracker))
+    tracker.close()
+    names = {number: f"*.ebc.embedding_bags.t{number}.weight.t{number}.*" for number in (0, 1)}
+    return _refusal(state(job), f"{root}/0", rename={names[0]: names[1], names[1]: names[0]})
+
+
+def test_state_is_not_renamed_without_its_table(tmp_path: Path, rank_pool: RankPools) -> None:
+    """The shards of the wrong table would place its rows."""
+    for message in rank_pool(2).run(_swapped, str(tmp_path)):
+        assert "rename both, or neither" in message
+
+
+def test_only_excludes_objects_of_other_ranks_too(tmp_path: Path) -> None:
+    """A data loader state that two ranks saved is not looked at; renamed, it is refused."""
+    saved = {"w": torch.ones(2), "reader": {f"rank_{rank}_of_2": b"position" for rank in range(2)}}
+    dcp.save(saved, storage_writer=models.writer(tmp_path / "0"))
+    target: dict[str, Any] = {"w": torch.zeros(2), "reader": {"rank_0_of_1": b"mine"}}
+    report = _load(target, str(tmp_path / "0"), only=["w"])
+    assert (report.loaded, report.skipped) == (("w",), ("reader.rank_0_of_1",))
+    assert target["reader"] == {"rank_0_of_1": b"mine"}
+    message = _refusal(target, str(tmp_path / "0"), rename={"reader.*": "old.*"})
+    assert "cannot be renamed, because another number of ranks saved it" in message
+
+
+def test_what_is_not_loaded_still_tells_the_optimizer(tmp_path: Path) -> None:
+    """State of Adagrad is not taken for an average of Adam's because only the average is asked for."""
+    adagrad = {
+        "model": _fused(4, torch.ones(4))["model"],
+        "dense": {"state": {"ebc.embedding_bags.t.weight": {"sum": torch.ones(4, 2)}}},
+    }
+    dcp.save(adagrad, storage_writer=models.writer(tmp_path / "0"))
+    adam = _fused(4, torch.zeros(4, 2))
+    adam["fused"]["state"]["ebc.embedding_bags.t.weight"]["t.exp_avg_sq"] = torch.zeros(4, 2)
+    message = _refusal(adam, str(tmp_path / "0"), only=["model.*", "*.momentum1"])
+    assert "1 not in the checkpoint: 'fused.state.ebc.embedding_bags.t.weight.t.momentum1'" in message

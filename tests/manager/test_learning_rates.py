@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.optim.lr_scheduler import StepLR
+from torchrec.optim.keyed import KeyedOptimizer
 
 import torchrec_cnr as cnr
 from tests.support.models import Whole, backward, differing, plain_job, torchrec_job, whole
@@ -84,3 +85,18 @@ def test_other_optimizers_are_refused() -> None:
     ):
         with pytest.raises(cnr.ConfigurationError, match=words):
             cnr.ParamGroups(optimizer)  # type: ignore[arg-type]
+
+
+def test_parameters_that_share_a_group_must_agree() -> None:
+    """One group cannot hold two rates; nothing is written then."""
+    first, second = torch.zeros(2), torch.zeros(3)
+    apart = KeyedOptimizer(
+        {"a": first, "b": second}, {}, [{"params": [first], "lr": 0.9}, {"params": [second], "lr": 0.1}]
+    )
+    together = KeyedOptimizer({"a": first, "b": second}, {}, [{"params": [first, second], "lr": 0.5}])
+    saved = cnr.ParamGroups(apart).state_dict()
+    with pytest.raises(cnr.StateMismatchError, match="'b' has other values in the checkpoint"):
+        cnr.ParamGroups(together).load_state_dict(saved)
+    assert [group["lr"] for group in together.param_groups] == [0.5]
+    cnr.ParamGroups(apart).load_state_dict(cnr.ParamGroups(together).state_dict())
+    assert [group["lr"] for group in apart.param_groups] == [0.5, 0.5]

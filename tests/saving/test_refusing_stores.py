@@ -144,3 +144,12 @@ def test_a_checkpoint_is_not_saved_where_it_would_hide_others(is_remote: bool, t
     assert Store.open(f"{root}/step-1").listing().directories == ()
     dcp.save(state, storage_writer=models.writer(f"{root}/step-2"))
     assert str(cnr.latest(root)).endswith("/run/step-2")
+
+
+def test_a_foreign_manifest_is_no_checkpoint(tmp_path: Path) -> None:
+    """Other tools call their files so, too: beside the checkpoints, and in directories of the root."""
+    (tmp_path / "run" / "assets").mkdir(parents=True)
+    for folder in (tmp_path / "run", tmp_path / "run" / "assets"):
+        (folder / "manifest.json").write_text("{}")
+    dcp.save({"x": torch.ones(2)}, storage_writer=models.writer(tmp_path / "run" / "step-1"))
+    assert cnr.read_checkpoint(tmp_path / "run" / "step-1").kind == "baseline"

@@ -108,9 +108,15 @@ def refuse_file(root: Store) -> None:
 def contains_checkpoints(store: Store) -> bool:
     """Return whether a directory contains committed checkpoints; false if it cannot be listed."""
     try:
-        return any(store.at(name).exists(MANIFEST_FILE) for name in store.listing().directories)
+        return any(_is_committed(store.at(name)) for name in store.listing().directories)
     except StoreError:
         return False
+
+
+def _is_committed(store: Store) -> bool:
+    """Return whether a directory has a manifest of this library, not some other file of that name."""
+    at_ns = committed_ns(store, logging.DEBUG)
+    return at_ns is not None and math.isfinite(at_ns)
 
 
 def refuse_nesting(store: Store) -> None:
@@ -126,7 +132,7 @@ def refuse_nesting(store: Store) -> None:
         )
     outer = store.at("..")
     try:
-        is_inside = outer.exists(MANIFEST_FILE)
+        is_inside = _is_committed(outer)
     except StoreError:  # it may be forbidden to read there, or be no place for files
         return
     if is_inside:

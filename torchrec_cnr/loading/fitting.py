@@ -145,6 +145,7 @@ def fit(
     *,
     allow_partial: bool,
     resized: Collection[str] = (),
+    skipped: Collection[str] = (),
     ignores_unexpected: bool = False,
 ) -> Fit:
     """Decide what a load does.
@@ -155,6 +156,7 @@ def fit(
         url: The checkpoint.
         allow_partial: Whether items on one side only may be left out.
         resized: FQNs of tensors whose number of rows may differ. The rows that both sides have are loaded.
+        skipped: FQNs of wanted items that are not loaded. They only show what the others are.
         ignores_unexpected: Whether the checkpoint may have items that are not wanted.
 
     Raises:
@@ -164,12 +166,12 @@ def fit(
     saved_sizes = {fqn: entry.size for fqn, entry in manifest.tensors.items()} | dict.fromkeys(manifest.objects)
     tables = _Tables.of(sizes, manifest, resized)
     pairing = pair(sizes, saved_sizes, {item.name for item in wanted} | set(tables.fqns))
-    missing = set(sizes) - set(saved_sizes) - set(pairing.renamed)
+    missing = set(sizes) - set(saved_sizes) - set(pairing.renamed) - set(skipped)
     unexpected = set(saved_sizes) - set(sizes) - set(pairing.renamed.values())
     left_out = frozenset((missing | unexpected) - pairing.tolerated)
-    ambiguous = pairing.ambiguous.items()
+    ambiguous = [(fqn, others) for fqn, others in pairing.ambiguous.items() if fqn not in skipped]
     mismatches = _Mismatches([f"{fqn!r} (may be {' or '.join(map(repr, others))})" for fqn, others in ambiguous])
-    mismatches.roles += map(repr, sorted(pairing.of_others))
+    mismatches.roles += map(repr, sorted(pairing.of_others - set(skipped)))
     quantized = {item.fqn for item in wanted if item.dtype == QUANTIZED}
     mismatches.quantized += map(repr, sorted(missing & quantized))
     if not allow_partial:
@@ -177,7 +179,8 @@ def fit(
         mismatches.unexpected += map(repr, () if ignores_unexpected else sorted(unexpected & left_out))
     sources: dict[str, SavedItem] = {}
     reshaped = {}
-    for item in sorted((item for item in wanted if item.fqn not in missing), key=lambda item: item.fqn):
+    loaded = [item for item in wanted if item.fqn not in missing and item.fqn not in skipped]
+    for item in sorted(loaded, key=lambda item: item.fqn):
         origin = pairing.renamed.get(item.fqn, item.fqn)
         entry = manifest.tensors.get(origin)
         source = _source(item, origin, entry, tables) or _resized_source(item, origin, entry, tables, resized)
@@ -203,12 +206,16 @@ class _Tables:
         fqns: FQNs by the table's name in the model; there are several if a state dict contains several models.
         fitting: FQNs of tables that are wanted in the saved size. Their shards can place row-wise state.
         resized: FQNs of tables that are wanted with another number of rows, as the caller allows.
+        others: FQNs of further tables that are wanted in another size; their row-wise state cannot be placed.
+        wanted_rows: The wanted number of rows of each tensor, as a size of one dimension.
     """
 
     sizes: Mapping[str, Size]
     fqns: Mapping[str, Collection[str]]
     fitting: Collection[str]
     resized: Collection[str]
+    others: Collection[str]
+    wanted_rows: Mapping[str, Size]
 
     @classmethod
     def of(cls, wanted: Mapping[str, Size | None], manifest: Manifest, resized: Collection[str]) -> "_Tables":
@@ -218,7 +225,9 @@ class _Tables:
             fqns[str(manifest.paths.get(fqn, (fqn,))[-1])].add(fqn)
         fitting = {fqn for fqn, size in sizes.items() if wanted.get(fqn) == size}
         widths = {fqn: size[1:] for fqn, size in wanted.items() if size is not None and fqn in resized}
-        return cls(sizes, fqns, fitting, {fqn for fqn, size in sizes.items() if widths.get(fqn) == size[1:]} - fitting)
+        rows = {fqn: size[:1] for fqn, size in wanted.items() if size}
+        may_differ = {fqn for fqn, size in sizes.items() if widths.get(fqn) == size[1:]} - fitting
+        return cls(sizes, fqns, fitting, may_differ, (sizes.keys() & wanted.keys()) - fitting - may_differ, rows)
 
     def placing(self, fqn: str, num_rows: int) -> str | None:
         """Return the one table whose shards can place the row-wise state ``fqn`` of this many rows."""
@@ -238,9 +247,13 @@ def _source(item: Wanted, saved_fqn: str, entry: TensorEntry | None, tables: _Ta
         return SavedItem(saved_fqn, RowsLayout(entry.table))
     if item.size == entry.size and entry.table is None:
         return SavedItem(saved_fqn)
+    if entry.table in tables.resized or entry.table in tables.others:
+        return None  # even if it has the saved size: it may belong to other rows, in several column shards
     if saved_fqn != item.fqn and _is_row_wise(item.size) and _is_row_wise(entry.size):
         num_rows, num_cols = (entry.size[0], 1) if entry.table is None else tables.sizes[entry.table]
         table = tables.placing(item.fqn, num_rows)
+        if table in tables.resized or table in tables.others:
+            return None
         if len(item.size) == 1 and table in tables.fitting:
             return SavedItem(saved_fqn, RowsLayout(table))
         if item.size[0] == num_rows:
@@ -258,7 +271,20 @@ def _resized_source(
         num_rows = tables.sizes[entry.table][0]
         is_placed = entry.table in tables.resized and len(item.size) == 1
         return SavedItem(saved_fqn, RowsLayout(entry.table, max_rows=num_rows)) if is_placed else None
+    if len(item.size) == 1 and StateName.parse(item.fqn) is not None and not _is_one_shard(item, entry, tables):
+        return None
     return SavedItem(saved_fqn) if entry.size and item.size[1:] == entry.size[1:] else None
+
+
+def _is_one_shard(item: Wanted, entry: TensorEntry, tables: _Tables) -> bool:
+    """Return whether row-wise state has one value per row on both sides, so that its rows are those of its table.
+
+    A checkpoint without a tracker does not record the table of the state. State of column shards is one after another.
+    """
+    state = StateName.parse(item.fqn)
+    names = tables.fqns.get(weight_of(state.key, tables.fqns), ()) if state is not None else ()
+    fqn = next(iter(names)) if len(names) == 1 else None
+    return fqn is not None and entry.size == tables.sizes[fqn][:1] and item.size == tables.wanted_rows.get(fqn)
 
 
 def _is_row_wise(size: Size) -> bool:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
-from torchrec_cnr.errors import ConfigurationError, LoadError
+from torchrec_cnr.errors import ConfigurationError, LoadError, StateMismatchError
 from torchrec_cnr.format.manifest import CheckpointRef
 from torchrec_cnr.format.safe_pickle import unpickling_error
 from torchrec_cnr.human_text import given_text
@@ -179,18 +179,31 @@ class CNRLoadPlanner(DefaultLoadPlanner):
             raise ConfigurationError("'rename', 'resize' and 'only' must be the same on all ranks")
         wanted = frozenset[Wanted]().union(*(rank.wanted for rank in ranks))
         newest = self._lineage.newest
-        ranked = {item.fqn: names for item in wanted if (names := saved_by_others(item.fqn, newest.manifest.objects))}
+        ranked = {
+            item.fqn: names
+            for item in wanted
+            if self._warm_start.loads(item.fqn) and (names := saved_by_others(item.fqn, newest.manifest.objects))
+        }
+        self._refuse_renamed(ranked)
         wanted = frozenset(item for item in wanted if item.fqn not in ranked).union(
             Wanted(name, name) for names in ranked.values() for name in names
         )
         url, partial = newest.store.url, self.allow_partial_load
-        fitted = self._warm_start.fit(wanted, newest.manifest, url, allow_partial=partial)
+        fitted = self._warm_start.fit(wanted, newest.manifest, url, allow_partial=partial, ranked=ranked)
         if fitted.report.missing or fitted.report.unexpected:
             text = str(fitted.report).replace("\n", "; ")
             logger.warning("not everything is loaded, and the planner's report lists all names: %s", text)
         is_complete = not self._warm_start and _is_complete(fitted, self._lineage)
         decision = _Decision(fitted.report, fitted.sources, ranked, is_complete)
         return [replace(plan, planner_data=decision) for plan in global_plan]
+
+    def _refuse_renamed(self, ranked: Mapping[str, tuple[str, ...]]) -> None:
+        """Refuse to rename objects of each rank if another number of ranks saved them: it is unknown which is meant."""
+        renamed = [fqn for fqn in sorted(ranked) if self._warm_start.renames(fqn)]
+        if renamed:
+            raise StateMismatchError(
+                f"{renamed[0]!r} cannot be renamed, because another number of ranks saved it: remove it from 'rename'"
+            )
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Plan a read for every shard of what is loaded."""

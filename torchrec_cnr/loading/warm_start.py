@@ -14,8 +14,9 @@ from torchrec_cnr.arguments import check_type
 from torchrec_cnr.errors import ConfigurationError, StateMismatchError
 from torchrec_cnr.format.manifest import Manifest
 from torchrec_cnr.loading.fitting import Fit, Wanted, fit, listed
+from torchrec_cnr.loading.optimizer_state import StateName, weight_of
 
-_UNUSED = "  {} {!r}: nothing in the state dict has such a name"
+_UNUSED = "  {} {!r}: nothing that is loaded has such a name"
 
 
 @dataclass(frozen=True)
@@ -45,16 +46,36 @@ class WarmStart:
         check_type("rename", rename, (Mapping, type(None)), "a mapping of patterns to saved FQNs")
         for name, patterns in (("resize", resize), ("only", only)):
             check_type(name, patterns, (list, tuple, type(None)), "a list of patterns of FQNs")
+            for pattern in patterns or ():
+                check_type(name, pattern, str, "a list of patterns of FQNs")
         for pattern, saved in (rename or {}).items():
+            for text in (pattern, saved):
+                check_type("rename", text, str, "a mapping of patterns to saved FQNs")
             if pattern.count("*") != saved.count("*"):
                 raise ConfigurationError(f"'rename' needs as many '*' in {saved!r} as in {pattern!r}")
-        return cls(tuple((rename or {}).items()), tuple(resize or ()), None if only is None else tuple(only))
+        pairs = tuple(sorted((rename or {}).items()))
+        return cls(pairs, tuple(sorted(resize or ())), None if only is None else tuple(sorted(only)))
 
     def __bool__(self) -> bool:
         return self != WarmStart()
 
-    def fit(self, wanted: Collection[Wanted], manifest: Manifest, url: str, *, allow_partial: bool) -> Fit:
+    def fit(
+        self,
+        wanted: Collection[Wanted],
+        manifest: Manifest,
+        url: str,
+        *,
+        allow_partial: bool,
+        ranked: Mapping[str, tuple[str, ...]],
+    ) -> Fit:
         """Decide what a load does, as :func:`fitting.fit`, after these rules.
+
+        Args:
+            wanted: The items of the state dicts of all ranks.
+            manifest: Manifest of the checkpoint.
+            url: The checkpoint.
+            allow_partial: Whether items on one side only may be left out.
+            ranked: The names in ``wanted`` of objects that another number of ranks saved, by FQN in the state dicts.
 
         Raises:
             StateMismatchError: A rule or something else does not fit; the message names all of it.
@@ -62,21 +83,36 @@ class WarmStart:
         if not self:
             return fit(wanted, manifest, url, allow_partial=allow_partial)
         fqns = sorted({item.fqn for item in wanted})
-        loaded = [fqn for fqn in fqns if self.only is None or _matches(fqn, self.only)]
+        of_ranks = {name for names in ranked.values() for name in names}
+        loaded = [fqn for fqn in fqns if fqn in of_ranks or self.loads(fqn)]
         saved_fqns, problems = self._renamed(loaded, manifest)
-        problems += self._unused(fqns, loaded)
+        problems += _moved_state({item.fqn: item for item in wanted}, loaded, saved_fqns, manifest)
+        problems += self._unused([*fqns, *ranked], [*loaded, *ranked])
         if problems:
             raise StateMismatchError("\n".join([f"the warm start does not fit {url}:", *problems]))
         skipped = sorted(set(fqns) - set(loaded))
         fitted = fit(
-            [_named(item, saved_fqns, manifest) for item in wanted if item.fqn not in set(skipped)],
+            [
+                _named(item, saved_fqns, manifest)
+                for item in wanted
+                if item.fqn in saved_fqns or item.fqn not in saved_fqns.values()
+            ],
             manifest,
             url,
             allow_partial=allow_partial,
             resized={saved_fqns.get(fqn, fqn) for fqn in loaded if _matches(fqn, self.resize)},
+            skipped=set(skipped) - set(saved_fqns.values()),
             ignores_unexpected=self.only is not None,
         )
         return _named_back(fitted, {saved: fqn for fqn, saved in saved_fqns.items()}, skipped)
+
+    def loads(self, fqn: str) -> bool:
+        """Return whether an item of the state dict is loaded, if the checkpoint has it."""
+        return self.only is None or _matches(fqn, self.only)
+
+    def renames(self, fqn: str) -> bool:
+        """Return whether a rule renames an item of the state dict."""
+        return any(_match(pattern, fqn) is not None for pattern, _ in self.rename)
 
     def _renamed(self, fqns: Sequence[str], manifest: Manifest) -> tuple[dict[str, str], list[str]]:
         """Return the saved FQNs of what is renamed, and what is wrong with the rules."""
@@ -84,7 +120,7 @@ class WarmStart:
         rules: dict[str, list[str]] = defaultdict(list)
         for pattern, saved_pattern in self.rename:
             for fqn in fqns:
-                if (match := re.fullmatch("(.*)".join(map(re.escape, pattern.split("*"))), fqn)) is not None:
+                if (match := _match(pattern, fqn)) is not None:
                     texts = iter(match.groups())
                     saved_fqns[fqn] = re.sub(r"\*", lambda _: next(texts), saved_pattern)  # noqa: B023 - used at once
                     rules[fqn].append(pattern)
@@ -111,6 +147,25 @@ class WarmStart:
             for pattern in patterns:
                 if not any(fnmatchcase(fqn, pattern) for fqn in names):
                     yield _UNUSED.format(name, pattern)
+
+
+def _match(pattern: str, fqn: str) -> re.Match[str] | None:
+    return re.fullmatch("(.*)".join(map(re.escape, pattern.split("*"))), fqn, re.DOTALL)
+
+
+def _moved_state(
+    wanted: Mapping[str, Wanted], loaded: Sequence[str], saved_fqns: Mapping[str, str], manifest: Manifest
+) -> Iterator[str]:
+    """Yield the row-wise state that would be loaded without its table, whose shards it could not be placed by."""
+    fqns = {saved_fqns.get(fqn, fqn): fqn for fqn in wanted if fqn in saved_fqns or fqn not in saved_fqns.values()}
+    for fqn in loaded if saved_fqns else ():
+        entry = manifest.tensors.get(saved_fqns.get(fqn, fqn))
+        state = StateName.parse(fqn)
+        if entry is None or entry.table is None or state is None:
+            continue
+        table = wanted.get(fqns.get(entry.table, ""))
+        if table is None or weight_of(state.key, {table.name}) != table.name:
+            yield f"  {fqn!r} and the table that the saved state belongs to, {entry.table!r}: rename both, or neither"
 
 
 def _matches(fqn: str, patterns: Sequence[str]) -> bool:

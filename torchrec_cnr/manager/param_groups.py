@@ -73,18 +73,29 @@ class ParamGroups:
             StateMismatchError: The values of a parameter are missing.
         """
         names, kernels = _names(self.optimizer), _kernels(self.optimizer)
-        for group in self.optimizer.param_groups:
-            for param in map(id, group["params"]):
-                if names[param] not in state_dict[_NAME]:
-                    raise StateMismatchError(
-                        f"the checkpoint has no param_groups of {names[param]!r}: load without ParamGroups"
-                    )
-                values = dict(state_dict[_NAME][names[param]])
-                rate = values.pop(_KERNEL_RATE, values.get("lr"))
-                for key, value in values.items():
-                    _write(group, key, value)
-                if param in kernels and rate is not None:
-                    kernels[param].set_learning_rate(rate)
+        values_of_groups = [_values(group, names, state_dict.get(_NAME, {})) for group in self.optimizer.param_groups]
+        for group, values in zip(self.optimizer.param_groups, values_of_groups, strict=True):
+            rate = values.pop(_KERNEL_RATE, values.get("lr"))
+            for key, value in values.items():
+                _write(group, key, value)
+            for kernel in {id(kernel): kernel for p in group["params"] if (kernel := kernels.get(id(p)))}.values():
+                if rate is not None:
+                    kernel.set_learning_rate(rate)
+
+
+def _values(group: Mapping[str, Any], names: Mapping[int, str], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values for a group, in which its parameters must agree."""
+    values: dict[str, Any] | None = None
+    for name in (names[id(param)] for param in group["params"]):
+        if name not in saved:
+            raise StateMismatchError(f"the checkpoint has no param_groups of {name!r}: load without ParamGroups")
+        if values is not None and values != dict(saved[name]):
+            raise StateMismatchError(
+                f"{name!r} has other values in the checkpoint than the parameters with which it shares a group now, "
+                "such as another learning rate: give it a group of its own, or load without ParamGroups"
+            )
+        values = dict(saved[name])
+    return {} if values is None else values
 
 
 def _names(optimizer: Any) -> dict[int, str]:

@@ -17,6 +17,7 @@ All calls of one save come from one thread. They share the ``PlannedSave`` of th
 
 import io
 import logging
+import re
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -35,6 +36,8 @@ from torchrec_cnr.saving.plug_in_messages import CNRStorageMeta, ShardData
 from torchrec_cnr.tracking.tracked_tables import TrackedRows, check_tracker
 
 logger = logging.getLogger(__name__)
+
+_FUSED_STATE = re.compile(r"\.(\w+)\.weight\.\1\.\w+$")  # TorchRec's names of fused optimizer state
 
 
 class CNRSavePlanner(SavePlanner):
@@ -142,11 +145,14 @@ class CNRSavePlanner(SavePlanner):
 def _warn_of_missing_rates(fqns: Sequence[str]) -> None:
     """Warn if a scheduler is saved without the rates that it has set, which TorchRec's optimizers leave out."""
     schedulers = [fqn for fqn in fqns if fqn.endswith("._last_lr")]
-    if schedulers and not any("param_groups" in fqn.split(".") for fqn in fqns):
+    has_fused = any(_FUSED_STATE.search(fqn) for fqn in fqns)
+    have_rates = any("param_groups" in fqn.split(".")[: -1 if has_fused else None] for fqn in fqns)
+    if schedulers and not have_rates:
         logger.warning(
-            "the state has a learning rate scheduler (%s), but no 'param_groups' of an optimizer: the first step after "
-            "a restore would use the rate of a new optimizer; with TorchRec's, also save ParamGroups(optimizer)",
+            "the state has a learning rate scheduler (%s), but no 'param_groups'%s: if it sets their rate, the first "
+            "step after a restore uses the rate of a new optimizer; for TorchRec's, also save ParamGroups(optimizer)",
             schedulers[0].removesuffix("._last_lr"),
+            " of the fused optimizers" if has_fused else " of an optimizer",
         )
 
 
