@@ -65,8 +65,8 @@ class Saved:
         kind: ``baseline`` or ``delta``.
         num_bytes: Bytes of all its files, and of its rows in a Kafka topic.
         num_rows: Number of table rows that it contains.
-        stall_secs: Seconds for which training waited, on this rank.
-        secs: Seconds from the start of the save to its commit.
+        stall_secs: Seconds for which training waited, on this rank, also for the previous save.
+        secs: Seconds from the start of the save until it had ended on this rank.
         phases: The time and bytes of each phase, on this rank.
         num_retries: Number of failed attempts before it succeeded.
 

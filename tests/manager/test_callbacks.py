@@ -224,3 +224,25 @@ def test_upkeep_passes_over_what_its_own_prune_has_removed(tmp_path: Path, caplo
     upkeep.close()
     assert upkeep.num_errors == 0
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_times_of_asynchronous_saves_are_those_of_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those until the next call asks for it; but a wait for the save before it is a stall of training."""
+    job = plain_job(1)
+    manager = cnr.CheckpointManager(tmp_path, cnr.RowTracker(job.model))
+    began = time.monotonic()
+    future = manager.async_save(1, state(job))
+    assert future is not None
+    future.result(timeout=100)
+    took = time.monotonic() - began
+    time.sleep(0.5)
+    saved = manager.wait()
+    assert saved is not None
+    assert 0 < saved.secs < took + 0.3
+    wait = manager.wait
+    monkeypatch.setattr(manager, "wait", lambda: (time.sleep(0.2), wait())[1])
+    manager.async_save(2, state(job))
+    saved = manager.wait()
+    manager.close()
+    assert saved is not None
+    assert saved.stall_secs >= 0.2

@@ -133,7 +133,7 @@ class CheckpointManager:
         self._thread_count = thread_count
         self._due = Schedule(every_steps, every_secs)
         self._num_retries = num_retries
-        self._in_flight: tuple[int, float, float, Future[Any]] | None = None
+        self._in_flight: tuple[int, float, float, list[float], Future[Any]] | None = None
         does_compact = isinstance(policy, Compacted) if background.compacts is None else background.compacts
         max_ratio = policy.max_ratio if isinstance(policy, Compacted) else MAX_RATIO
         self._upkeep: Upkeep | None = None
@@ -240,10 +240,12 @@ class CheckpointManager:
             if self._when_busy == "skip":
                 return None
             raise SaveError(f"step {step}: the previous save is still running; a later save includes all rows")
+        began = time.monotonic()
         self.wait()
-        started = time.monotonic()
+        started, ended = time.monotonic(), list[float]()
         future: Future[Any] = self._save(async_save, step, state)
-        self._in_flight = (step, started, time.monotonic() - started, future)
+        future.add_done_callback(lambda _: ended.append(time.monotonic()))
+        self._in_flight = (step, started, time.monotonic() - began, ended, future)
         self._due.saved(step)
         return future
 
@@ -295,14 +297,14 @@ class CheckpointManager:
         """
         if self._in_flight is None:
             return None
-        step, started, stall_secs, future = self._in_flight
+        step, started, stall_secs, ended, future = self._in_flight
         self._in_flight = None
         try:
             with self._ranks.explaining():
                 metadata = future.result()
         finally:
             del future  # an error would refer to itself by it
-        return self._finish(step, metadata, stall_secs, time.monotonic() - started, 0)
+        return self._finish(step, metadata, stall_secs, (ended or [time.monotonic()])[0] - started, 0)
 
     def _finish(
         self, step: int, metadata: SaveMetadata | None, stall_secs: float, secs: float, num_retries: int
