@@ -10,6 +10,7 @@ from torchrec_cnr.arguments import MAX_SECS
 from torchrec_cnr.errors import ConfigurationError
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?(?:[eE]\+?\d{1,2})?)([kKMGBT]?)", re.ASCII)
+_GROUPED = re.compile(r"\d{1,3}(?:(?:,\d{3})+|(?:_\d{3})+)", re.ASCII)
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 _SHARE = re.compile(r"((?:\d+(?:\.\d+)?|\.\d+)(?:[eE]-?\d{1,2})?) ?(%?)", re.ASCII)
 _DURATION = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|m|h|d|w)", re.ASCII)
@@ -27,7 +28,7 @@ def parse_count(option: str, text: str, most: int) -> int:
         >>> parse_count("--rows", "2.5e9", 10**15)
         2500000000
     """
-    found = _COUNT.fullmatch(text.replace(",", "").replace("_", ""))
+    found = _COUNT.fullmatch(re.sub("[,_]", "", text) if _GROUPED.fullmatch(text) else text)
     value = Decimal(found[1]) * _FACTORS[found[2].upper()] if found is not None else Decimal(0)
     if not 1 <= value <= most or value != value.to_integral_value():
         examples = "64 or 128" if most <= 10**6 else "400, 1e9, 2.5e9 or 400M"

@@ -114,6 +114,10 @@ def test_what_is_printed_is_the_estimate() -> None:
         (["--dim", "64"], "--dim needs --rows"),
         (["--rows", "1e9", "--dim", "64", "--table", "1e9x64"], "give either"),
         (["--rows", "many", "--dim", "64"], "--rows must be a whole number from 1"),
+        (["--rows", "2,5e9", "--dim", "64"], "--rows must be a whole number from 1"),
+        (["--rows", "1e9", "--dim", "6e9"], "--dim must be a whole number from 1 to 1,000,000, such as 64 or 128"),
+        ([*BILLION[1:], "--interval", "2h", "--run", "1h"], "--interval must be at most --run, which is 1h (got 2h)"),
+        ([*BILLION[1:], "--interval", "1h 30"], "--interval must be a time"),
         (["--rows", "1.5", "--dim", "64"], "--rows must be a whole number from 1"),
         (["--rows", "1e99", "--dim", "64"], "--rows must be a whole number from 1"),
         (["--rows", "-1", "--dim", "64"], "--rows must be a whole number from 1"),
@@ -173,3 +177,13 @@ def test_ratios_on_the_page_are_those_of_the_estimate() -> None:
         for bits, ratio in zip(("2", "4", "8", "exact"), ratios, strict=True):
             found = cnr_json("estimate", "--rows", "1e9", "--dim", dim, "--bits", bits)
             assert f"{found['full_fp32_bytes'] / found['delta']['num_bytes']:.1f} ×" == ratio
+
+
+@pytest.mark.parametrize(
+    ("text", "secs"), [("1h30m", 5400.0), ("1h 30 min", 5400.0), ("2w", 1_209_600.0), ("1d12h", 129_600.0)]
+)
+def test_times_may_have_several_units(text: str, secs: float) -> None:
+    """As people write them."""
+    options = ["--interval", text, "--run", "9w", "--modified", "1e-3"]
+    inputs = cnr_json(*BILLION, *options)["inputs"]
+    assert (inputs["interval_secs"], inputs["modified"]) == (secs, 0.001)
