@@ -64,7 +64,7 @@ Each form loads into each other form that has the same names.
 A load raises `StateMismatchError` if
 
 - a name is on one side only, and you did not pass `allow_partial_load=True`;
-- a tensor has another size or dtype;
+- a tensor has another size or dtype, and is not in `resize` of a [warm start](../guides/warm-start.md);
 - the number of ranks does not divide the number that saved the id maps of managed collisions.
 
 A save raises `ConfigurationError` if ranks have different tensors under one name that is not sharded. `torch.optim`
