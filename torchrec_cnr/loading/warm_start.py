@@ -68,13 +68,10 @@ class WarmStart:
         allow_partial: bool,
         ranked: Mapping[str, tuple[str, ...]],
     ) -> Fit:
-        """Decide what a load does, as :func:`fitting.fit`, after these rules.
+        """Decide what a load does, as :func:`fitting.fit` does, after these rules.
 
         Args:
-            wanted: The items of the state dicts of all ranks.
-            manifest: Manifest of the checkpoint.
-            url: The checkpoint.
-            allow_partial: Whether items on one side only may be left out.
+            wanted, manifest, url, allow_partial: As of :func:`fitting.fit`.
             ranked: The names in ``wanted`` of objects that another number of ranks saved, by FQN in the state dicts.
 
         Raises:
