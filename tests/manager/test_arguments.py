@@ -50,7 +50,15 @@ def test_a_manager_names_the_argument(tmp_path: Path, options: dict[str, Any]) -
 
 @pytest.mark.parametrize(
     "options",
-    [{"when_busy": "drop"}, {"cpu_share": "1"}, {"cpu_share": 0}, {"staging_bytes": "8"}, {"compacts": "no"}],
+    [
+        {"when_busy": "drop"},
+        {"cpu_share": "1"},
+        {"cpu_share": 0},
+        {"max_bytes_per_sec": 0},
+        {"max_bytes_per_sec": "1e6"},
+        {"staging_bytes": "8"},
+        {"compacts": "no"},
+    ],
     ids=str,
 )
 def test_settings_of_the_background_name_the_argument(options: dict[str, Any]) -> None:

@@ -18,6 +18,8 @@ import torchrec_cnr as cnr
 from tests.support import faults
 from tests.support.models import differing, plain_job, state, torchrec_job, train, whole
 from tests.support.ranks import RankPools
+from torchrec_cnr.lineage.checkpoint import Checkpoint
+from torchrec_cnr.maintenance.background_upkeep import Upkeep
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -131,6 +133,47 @@ def test_a_failed_save_before_does_not_prevent_the_last_one(tmp_path: Path, capl
     manager.close()
     assert "saving before the job stops, although the save before has failed" in caplog.text
     assert cnr.latest(tmp_path / "run") == str(tmp_path / "run" / "step-22")
+
+
+def test_limits_do_not_slow_down_a_job_that_must_stop(tmp_path: Path) -> None:
+    """A save that would take hours at 10 bytes per second and a hundredth of a core, and the last one, end at once."""
+    job = plain_job(1)
+    background = cnr.Background(cpu_share=0.01, max_bytes_per_sec=10.0)
+    manager = _manager(tmp_path / "run", job, background=background, quantization=cnr.Asymmetric(8))
+    running = manager.async_save(1, state(job), force=True)
+    assert running is not None
+    time.sleep(0.5)
+    assert not running.done()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert [manager.save(step, state(job)) is not None for step in (2, 3)] == [False, True]
+    assert running.done()
+    manager.close()
+    assert cnr.latest(tmp_path / "run") == str(tmp_path / "run" / "step-3")
+
+
+def test_a_job_that_must_stop_does_not_wait_for_maintenance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Maintenance may be killed at any moment; the thread ends after what it does, and begins nothing new."""
+    done, worked_on = threading.Event(), list[str]()
+
+    def work(self: Upkeep, checkpoint: Checkpoint) -> None:
+        worked_on.append(checkpoint.path)
+        assert done.wait(60)
+
+    monkeypatch.setattr(Upkeep, "run_for", work)
+    job = plain_job(1)
+    manager = _manager(tmp_path / "run", job)
+    for step in (1, 2):
+        manager.save(step, state(job), force=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    for step in (3, 4):
+        manager.save(step, state(job))
+    assert manager.should_stop
+    manager.close()
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "cnr-upkeep")
+    done.set()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert len(worked_on) == 1
 
 
 def test_children_are_ended_by_signals(tmp_path: Path) -> None:

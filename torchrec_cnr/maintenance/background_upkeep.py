@@ -89,12 +89,18 @@ class Upkeep:
                 self._thread.start()
             self._changed.notify()
 
-    def close(self) -> None:
-        """Finish the remaining work, and end the thread."""
+    def close(self, waits: bool = True) -> None:
+        """Finish the remaining work, and end the thread.
+
+        Args:
+            waits: Whether to wait for this. If not, the thread begins nothing new, and the process may end before it.
+        """
         with self._changed:
             self._is_closed = True
+            if not waits:
+                self._waiting, self._compacts = None, False
             self._changed.notify()
-        if self._thread is not None:
+        if self._thread is not None and waits:
             self._thread.join()
 
     def _run(self) -> None:

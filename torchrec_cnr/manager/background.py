@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from torchrec_cnr.arguments import check_choice, check_count, check_type
+from torchrec_cnr.arguments import check_choice, check_count, check_positive, check_type
 from torchrec_cnr.human_text import given_text
 from torchrec_cnr.saving.staging import STAGING_BYTES
 from torchrec_cnr.throttling import check_cpu_share
@@ -15,11 +15,14 @@ WhenBusy = Literal["wait", "skip", "fail"]
 class Background:
     """The limits on a manager's background work, and what ``async_save`` does while a save is running.
 
+    ``cpu_share`` and ``max_bytes_per_sec`` do not slow down a job that must stop; see ``Preemption``.
+
     Attributes:
         when_busy: What ``async_save`` does while the previous save is still running on any rank: "wait" for it, "skip"
             this save, whose rows the next one includes, or "fail" with a ``SaveError``.
         cpu_share: The share of one core that a background save may use, above 0 and at most 1; see
             ``CNRStorageWriter``.
+        max_bytes_per_sec: Bytes per second that each rank's saves write at most; None for no limit.
         staging_bytes: How many bytes a background save copies at most, by default 8 GiB; see ``CNRStorageWriter``.
         compacts: Whether a thread on the coordinator compacts checkpoint chains. By default, it does so if the policy
             expects it. Pass False if another process runs ``cnr compact``.
@@ -36,12 +39,15 @@ class Background:
 
     when_busy: WhenBusy = "wait"
     cpu_share: float = 1.0
+    max_bytes_per_sec: float | None = None
     staging_bytes: int = STAGING_BYTES
     compacts: bool | None = None
 
     def __post_init__(self) -> None:
         check_choice("when_busy", self.when_busy, get_args(WhenBusy))
         check_cpu_share(self.cpu_share)
+        if self.max_bytes_per_sec is not None:
+            check_positive("max_bytes_per_sec", self.max_bytes_per_sec)
         check_count("staging_bytes", self.staging_bytes)
         check_type("compacts", self.compacts, (bool, type(None)), "True, False or None")
 

@@ -1,7 +1,7 @@
 """``CheckpointManager``: one object for the checkpoints of a run. All that it does is available as functions, too.
 
-``save`` and ``async_save`` pass the state to DCP when a checkpoint is due. ``restore`` loads the newest readable
-checkpoint. After each commit, a thread on the coordinator compacts and prunes. All ranks must make the same calls.
+``save`` and ``async_save`` pass the state to DCP when a checkpoint is due. After each commit, a thread on the
+coordinator compacts and prunes.
 """
 
 import logging
@@ -51,7 +51,8 @@ StateSource = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 class CheckpointManager:
     """Saves, restores, compacts and prunes the checkpoints of one run. They are named ``step-<n>`` under one root.
 
-    If a restore skips a corrupt checkpoint, the next checkpoint of the same step is named ``step-<n>-2``.
+    All ranks must make the same calls. If a restore skips a corrupt checkpoint, the next checkpoint of the same step is
+    named ``step-<n>-2``.
 
     Args:
         root: The directory that contains the checkpoints of the run, as a path or fsspec URL.
@@ -64,7 +65,7 @@ class CheckpointManager:
         keep: Retention rules: which checkpoints are kept. None keeps all of them.
         num_retries: How many times a save is retried after the file system refused it.
         thread_count: Number of data files that are read or written at the same time.
-        background: Limits on the processor time, memory and compaction of background work.
+        background: Limits on the processor time, bandwidth, memory and compaction of background work.
         preemption: The signals after which all ranks save and the job stops. By default, none are handled.
         timeout_secs: How many seconds a rank waits for the others in a save, before an error names the missing ranks.
         row_log: Kafka topic (``KafkaRows``) for the rows of deltas and for commit records. By default, both are files.
@@ -124,6 +125,7 @@ class CheckpointManager:
             thread_count=thread_count,
             staging_bytes=background.staging_bytes,
             cpu_share=background.cpu_share,
+            max_bytes_per_sec=background.max_bytes_per_sec,
             timeout_secs=timeout_secs,
             row_log=row_log,
             progress=partial(self._callbacks.progress, "save"),
@@ -236,7 +238,8 @@ class CheckpointManager:
             return done
         if not (force or self._due(step)):
             return None
-        if self._when_busy != "wait" and self._ranks.any(self._is_busy):
+        is_busy = self._in_flight is not None and not self._in_flight[-1].done()
+        if self._when_busy != "wait" and self._ranks.any(is_busy):
             if self._when_busy == "skip":
                 return None
             raise SaveError(f"step {step}: the previous save is still running; a later save includes all rows")
@@ -254,10 +257,6 @@ class CheckpointManager:
         is_existing = all(isinstance(failure, CheckpointExistsError) for failure, _ in error.failures.values())
         head, path = self._tracker.head, Store.open(self._continuation.path(step)).path
         return is_existing and head is not None and head.ref.path == path
-
-    @property
-    def _is_busy(self) -> bool:
-        return self._in_flight is not None and not self._in_flight[-1].done()
 
     def _save(self, save_function: Callable[..., Any], step: int, state: StateSource) -> Any:
         self._settle_last_save()
@@ -282,6 +281,8 @@ class CheckpointManager:
 
     def _wait_before_save(self, step: int) -> None:
         """Wait for the background save. Raise its error, unless this save is the last one that the job can make."""
+        if self.should_stop:
+            self._writer.lift_limits()
         try:
             self.wait()
         except (CheckpointException, SaveError) as error:
@@ -314,10 +315,9 @@ class CheckpointManager:
         self._settle_last_save()
         self._continuation.release()
         path = self._continuation.path(step)
-        if metadata is None or metadata.size is None:
+        size = None if metadata is None else metadata.size
+        if size is None:
             size = self._ranks.decide(self._size_of(path) if self._ranks.rank == 0 else None)
-        else:
-            size = metadata.size
         saved = Saved(
             step=step,
             path=Store.open(path).url,
@@ -329,7 +329,7 @@ class CheckpointManager:
             phases=SavePhases() if metadata is None else metadata.phases[self._ranks.rank],
             num_retries=num_retries,
         )
-        if self._upkeep is not None:
+        if self._upkeep is not None and not self.should_stop:  # this process will be killed
             self._upkeep.after(saved.path)
         self._callbacks.saved(saved)
         return saved
@@ -339,8 +339,7 @@ class CheckpointManager:
             checkpoint = read_checkpoint(Store.open(path, row_log=self._log))
         except CNRError as error:  # for all ranks
             return error
-        num_bytes = sum(pack.num_bytes for pack in checkpoint.committed.packs) + checkpoint.manifest_bytes
-        return CommittedSize(checkpoint.committed.kind, num_bytes, checkpoint.committed.num_rows)
+        return CommittedSize.of(checkpoint.committed, checkpoint.manifest_bytes)
 
     @property
     def num_callback_errors(self) -> int:
@@ -415,7 +414,7 @@ class CheckpointManager:
         return self._stop.exit_status
 
     def close(self) -> None:
-        """Wait for the background save and for maintenance, and end their threads and process groups."""
+        """Wait for the background save and, unless the job must stop, for maintenance; end threads and groups."""
         try:
             self.wait()
         finally:
@@ -425,7 +424,7 @@ class CheckpointManager:
             self._ranks.close()
             open_roots.leave(self._root, self)
             if self._upkeep is not None:
-                self._upkeep.close()
+                self._upkeep.close(waits=not self.should_stop)
 
 
 def _check_arguments(

@@ -25,7 +25,8 @@ class Preemption:
     """The signals by which a scheduler announces that it will kill the job, and the exit status of a job that stops.
 
     At the end of the step in which such a signal comes, or of the next one, all ranks save a checkpoint. Then
-    ``CheckpointManager.should_stop`` becomes true on all of them.
+    ``CheckpointManager.should_stop`` becomes true on all of them. This save, and one that is still running, ignore the
+    limits of ``Background``, and ``close`` does not wait for maintenance.
 
     Attributes:
         signals: The signals. Slurm, Kubernetes and torchrun send SIGTERM; Slurm's ``--signal`` can send any other.

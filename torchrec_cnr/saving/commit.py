@@ -165,9 +165,8 @@ class ManifestFile:
 
     @property
     def size(self) -> CommittedSize:
-        """The size of what the manifest commits: when a save commits, all data files are its own."""
-        num_bytes = sum(pack.num_bytes for pack in self.manifest.packs) + len(self.data)
-        return CommittedSize(self.manifest.kind, num_bytes, self.manifest.num_rows)
+        """The size of what the manifest commits."""
+        return CommittedSize.of(self.manifest, len(self.data))
 
     def marker(self, store: Store) -> Marker:
         """Return the commit record for a Kafka topic."""

@@ -7,6 +7,7 @@ other parts of a save call the destination's methods and do not know its kind.
 """
 
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -143,10 +144,10 @@ class PackSink:
         kinds = [(member.place, source.scheme) for member, source in zip(members, sources, strict=True)]
         self._located.append(partial(_located, kinds, parts))
 
-    def throttle(self, cpu_share: float) -> None:
-        """Pause from now on so that encoding uses no more than this share of a core."""
+    def throttle(self, cpu_share: float, lifted: threading.Event) -> None:
+        """Pause from now on so that encoding uses no more than this share of a core, until ``lifted`` is set."""
         for writer in self._writers:
-            writer.pace = CpuThrottle(cpu_share)
+            writer.pace = CpuThrottle(cpu_share, lifted)
 
     def flush(self) -> None:
         """Write all that was encoded so far, and wait for it."""

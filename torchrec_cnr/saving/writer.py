@@ -193,6 +193,13 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
             staged_save.running.watch_future()
             staged_save.wait_for_live()
 
+    def lift_limits(self) -> None:
+        """Write as fast as possible from now on, whatever ``cpu_share`` and ``max_bytes_per_sec`` say.
+
+        Call this when the job is about to be killed. It also ends the pauses of a save that runs in a thread.
+        """
+        self._bandwidth.lifted.set()
+
     def close(self) -> None:
         """Free the memory of the staging buffer."""
         self._buffers.free()
@@ -319,7 +326,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
                 sink.flush()
                 staged_save.released.set()
             if is_behind_training:
-                sink.throttle(self._cpu_share)
+                sink.throttle(self._cpu_share, self._bandwidth.lifted)
             with one_thread() if is_behind_training else nullcontext():
                 writer.write([item for item in plan.items if shard_key(item) not in live_keys])
             phases = staged_save.phases if staged_save is not None else SavePhases()

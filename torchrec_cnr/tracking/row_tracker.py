@@ -40,6 +40,8 @@ class RowTracker(TrackedRows):
     share, so all rows of these tables count as modified. Writes through ``.data``, by collectives such as
     ``dist.broadcast``, or by custom kernels cannot be detected; call ``mark`` after them.
 
+    A trainer uses ``num_modified``, ``mark``, ``mark_all``, ``forget`` and ``close``. The planners call all else.
+
     Args:
         model: The sharded model.
         verify_untracked: Whether to check at every save that all unmarked rows, and their row-shaped optimizer state,

@@ -205,10 +205,11 @@ def test_rows_are_not_staged_for_another_planner(tmp_path: Path) -> None:
 def test_a_share_of_a_core_is_kept_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work rests as long as its share asks for, and not at all where it has the whole core."""
     rests: list[float] = []
-    monkeypatch.setattr(time, "sleep", rests.append)
+    lifted = threading.Event()
+    monkeypatch.setattr(lifted, "wait", rests.append)
     for share, least in ((0.25, 0.6), (1.0, None)):
         rests.clear()
-        pace, worked = CpuThrottle(share), time.thread_time()
+        pace, worked = CpuThrottle(share, lifted), time.thread_time()
         while time.thread_time() - worked < 0.21:
             sum(range(10_000))
             pace.rest()
