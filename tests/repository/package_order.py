@@ -6,6 +6,7 @@ ORDER = (
     {"errors", "version", "human_text"},
     {"arguments"},
     {"progress", "throttling", "gc_pause"},
+    {"telemetry"},
     {"kernels"},
     {"quantization"},
     {"format"},

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from torchrec_cnr import telemetry
 from torchrec_cnr.errors import CNRError, LoadError
 from torchrec_cnr.format.safe_pickle import serialized
 from torchrec_cnr.human_text import url_text
@@ -131,7 +132,8 @@ class CNRStorageReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Merge the checkpoint chain into the planner's tensors, and pass it the objects."""
         try:
-            self._read_data(plan, planner)
+            with telemetry.operation("load", checkpoint=self._url):
+                self._read_data(plan, planner)
         finally:
             self._end_lease()
         future: Future[None] = Future()

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
+from torchrec_cnr import telemetry
 from torchrec_cnr.errors import CheckpointExistsError, CheckpointNotFoundError, CNRError
 from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_checkpoint
@@ -106,7 +107,8 @@ class Upkeep:
     def _run(self) -> None:
         while (path := self._next()) is not None:
             try:
-                self.run_for(read_checkpoint(Store.open(path, row_log=self._log)))
+                with telemetry.operation("maintenance", checkpoint=path):
+                    self.run_for(read_checkpoint(Store.open(path, row_log=self._log)))
             except CheckpointNotFoundError as error:
                 logger.info("%s needs no maintenance any more because it was pruned: %s", path, error)
             except BaseException as error:  # the thread must not end: nothing else compacts and prunes
@@ -183,3 +185,4 @@ class Upkeep:
             for name, reasons in result.failed.items():
                 log_level = logging.WARNING if name in result.refused else logging.INFO  # else a process needs it
                 logger.log(log_level, "%s/%s: not removed yet: %s", self._root, name, "; ".join(reasons))
+            telemetry.stored(plan.left_bytes)

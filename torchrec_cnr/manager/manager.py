@@ -17,6 +17,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
+from torchrec_cnr import telemetry
 from torchrec_cnr.arguments import check_count, check_secs, check_type
 from torchrec_cnr.errors import CheckpointExistsError, CNRError, ConfigurationError, SaveError, StoreError
 from torchrec_cnr.human_text import url_text
@@ -200,7 +201,7 @@ class CheckpointManager:
         while True:
             started = time.monotonic()
             try:
-                with self._ranks.explaining():
+                with telemetry.failures_of_saves(), self._ranks.explaining():
                     metadata = self._save(save, step, state)
             except CheckpointException as error:
                 if num_retries > 0 and self._is_committed(step, error):
@@ -301,7 +302,7 @@ class CheckpointManager:
         step, started, stall_secs, ended, future = self._in_flight
         self._in_flight = None
         try:
-            with self._ranks.explaining():
+            with telemetry.failures_of_saves(), self._ranks.explaining():
                 metadata = future.result()
         finally:
             del future  # an error would refer to itself by it
@@ -331,6 +332,7 @@ class CheckpointManager:
         )
         if self._upkeep is not None and not self.should_stop:  # this process will be killed
             self._upkeep.after(saved.path)
+        telemetry.stalled(saved)
         self._callbacks.saved(saved)
         return saved
 

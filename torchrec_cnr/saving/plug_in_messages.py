@@ -178,6 +178,7 @@ class WriterSave:
         base: On the coordinator, the checkpoint that this save is based on; None for a baseline.
         fence: On the coordinator, the fence of the job, if the planner has a tracker.
         open_sink: Opens the sink for the rows.
+        span: The recorded span of the save, for that of the commit.
     """
 
     store: Store
@@ -192,6 +193,7 @@ class WriterSave:
     base: Checkpoint | None = None
     fence: Fence | None = None
     open_sink: OpenSink | None = None
+    span: Any = None
 
     @classmethod
     def of_thread(cls) -> "WriterSave | None":

@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 from torch.profiler import record_function
 
+from torchrec_cnr import telemetry
 from torchrec_cnr.arguments import check_callable, check_count, check_secs, check_type
 from torchrec_cnr.errors import CheckpointExistsError, ConfigurationError, SaveError
 from torchrec_cnr.format.manifest import MANIFEST_FILE
@@ -330,7 +331,9 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
             with one_thread() if is_behind_training else nullcontext():
                 writer.write([item for item in plan.items if shard_key(item) not in live_keys])
             phases = staged_save.phases if staged_save is not None else SavePhases()
-            return writer.finish(replace(phases, plan_secs=began - save.began))
+            results = writer.finish(replace(phases, plan_secs=began - save.began))
+        save.span = telemetry.wrote(results[0].storage_data.phases, save.began, save.store.url, save.rank)
+        return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit the checkpoint."""
@@ -349,6 +352,8 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
             commit_secs = time.monotonic() - began
             metadata.phases = tuple(replace(phases, commit_secs=commit_secs) for phases in file.phases)
             metadata.size = file.size
+        num_links, size = 1 + len(file.manifest.history.delta_bytes), file.size
+        telemetry.committed(save.began, began, save.span, size.kind, size.num_bytes, size.num_rows, num_links)
         lease, save.lease = save.lease, None
         if lease is not None:
             lease.release()
