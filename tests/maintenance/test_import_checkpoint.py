@@ -161,7 +161,14 @@ def test_tables_are_quantized_as_in_any_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tables", "words"), [("t.weight", "'tables' must be a list"), (["x*", "y"], "no tensor is named x. or y; pass")]
+    ("tables", "words"),
+    [
+        ("t.weight", "'tables' must be a list"),
+        ([1], "'tables' must be a list"),
+        ([], "would be fewer tables"),
+        (["x*", "y"], "no tensor is named x. or y; pass"),
+        (["t.weight", "y"], "no tensor is named y; pass"),
+    ],
 )
 def test_tables_that_are_not_there_are_refused(tables: Any, words: str, tmp_path: Path) -> None:
     """Before anything is written; a vector is no table, whatever its name."""

@@ -1,7 +1,9 @@
 """Learning rates of schedulers go on after a restore, or a warning says that they will not."""
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.optim.lr_scheduler import StepLR
@@ -100,3 +102,32 @@ def test_parameters_that_share_a_group_must_agree() -> None:
     assert [group["lr"] for group in together.param_groups] == [0.5]
     cnr.ParamGroups(apart).load_state_dict(cnr.ParamGroups(together).state_dict())
     assert [group["lr"] for group in apart.param_groups] == [0.5, 0.5]
+
+
+def test_groups_that_cannot_be_saved_are_refused() -> None:
+    """A value that no load would accept, and a parameter without a name; numbers of numpy are numbers."""
+    weight = torch.zeros(2)
+
+    def groups(value: object, name: str = "a") -> cnr.ParamGroups:
+        optimizer = KeyedOptimizer({name: weight}, {}, [{"params": [weight], "lr": value}])
+        return cnr.ParamGroups(optimizer)
+
+    saved = groups((np.float32(0.5), [torch.tensor(1.0), None])).state_dict()
+    assert saved == {"param_groups": {"a": (("lr", (0.5, [1.0, None])),)}}
+    assert type(saved["param_groups"]["a"][0][1][0]) is float
+    with pytest.raises(cnr.ConfigurationError, match="'lr' of a group of 'optimizer' is a function"):
+        groups(lambda step: 0.1).state_dict()
+    nameless = groups(0.1)
+    nameless.optimizer.param_groups[0]["params"].append(torch.zeros(3))
+    with pytest.raises(cnr.ConfigurationError, match="a parameter that its 'params' does not name"):
+        nameless.state_dict()
+
+
+@pytest.mark.parametrize("state", [{"param_groups": None}, {}, {"param_groups": {}}])
+def test_groups_that_were_not_saved_are_told(state: dict[str, Any]) -> None:
+    """A typed error, and the groups are what they were."""
+    weight = torch.zeros(2)
+    optimizer = KeyedOptimizer({"a": weight}, {}, [{"params": [weight], "lr": 0.5}])
+    with pytest.raises(cnr.StateMismatchError, match="load without ParamGroups"):
+        cnr.ParamGroups(optimizer).load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 0.5

@@ -233,6 +233,23 @@ def test_positions_of_other_ranks(tmp_path: Path, rank_pool: RankPools, world_si
     assert rank_pool(world_size).run(_load_positions, path, True) == expected[:world_size]
 
 
+def test_a_reader_has_the_length_of_its_loader() -> None:
+    """That of a whole pass, wherever it resumes; without a length, it can still be listed."""
+    reader = cnr.ReaderState(["a", "b", "c"])
+    assert next(iter(reader)) == "a"
+    reader.trained()
+    resumed = cnr.ReaderState(["a", "b", "c"])
+    resumed.load_state_dict(reader.state_dict())
+    assert len(resumed) == 3
+    assert list(resumed) == ["b", "c"]
+    assert len(cnr.ReaderState(StatefulDataLoader(range(10), batch_size=4))) == 3
+    for without in (lambda position: iter("abc"[position:]), iter("abc")):
+        reader = cnr.ReaderState(without)
+        assert list(reader) == ["a", "b", "c"]
+        with pytest.raises(TypeError, match="len"):
+            len(reader)
+
+
 def test_what_was_trained_is_what_was_reported() -> None:
     """A position is that of the last batch reported, over passes; what was not handed out cannot be reported."""
     reader = cnr.ReaderState(["a", "b", "c"])

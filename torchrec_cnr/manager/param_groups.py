@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -32,6 +33,7 @@ class ParamGroups:
 
     Raises:
         ConfigurationError: It is no optimizer of TorchRec.
+            Or, while saving, a group has a value that a checkpoint cannot contain.
         StateMismatchError: While loading, if the groups of a parameter are missing.
 
     Examples:
@@ -60,7 +62,7 @@ class ParamGroups:
         names, kernels = _names(self.optimizer), _kernels(self.optimizer)
         saved = {}
         for group in self.optimizer.param_groups:
-            values = tuple((key, _plain(value)) for key, value in sorted(group.items()) if key != "params")
+            values = tuple((key, _plain(key, value)) for key, value in sorted(group.items()) if key != "params")
             for param in map(id, group["params"]):
                 rate = ((_KERNEL_RATE, kernels[param].get_learning_rate()),) if param in kernels else ()
                 saved[names[param]] = values + rate
@@ -73,7 +75,12 @@ class ParamGroups:
             StateMismatchError: The values of a parameter are missing.
         """
         names, kernels = _names(self.optimizer), _kernels(self.optimizer)
-        values_of_groups = [_values(group, names, state_dict.get(_NAME, {})) for group in self.optimizer.param_groups]
+        saved = state_dict.get(_NAME)
+        if not isinstance(saved, Mapping):
+            raise StateMismatchError(
+                f"{_NAME!r} must be a mapping (got {type(saved).__name__}): load without ParamGroups"
+            )
+        values_of_groups = [_values(group, names, saved) for group in self.optimizer.param_groups]
         for group, values in zip(self.optimizer.param_groups, values_of_groups, strict=True):
             rate = values.pop(_KERNEL_RATE, values.get("lr"))
             for key, value in values.items():
@@ -100,7 +107,12 @@ def _values(group: Mapping[str, Any], names: Mapping[int, str], saved: Mapping[s
 
 def _names(optimizer: Any) -> dict[int, str]:
     """Return the names of parameters, by their ``id()``."""
-    return {id(param): name for name, param in optimizer.params.items()}
+    names = {id(param): name for name, param in optimizer.params.items()}
+    if any(id(param) not in names for group in optimizer.param_groups for param in group["params"]):
+        raise ConfigurationError(
+            "'optimizer' has a group with a parameter that its 'params' does not name: add it there"
+        )
+    return names
 
 
 def _kernels(optimizer: Any) -> dict[int, Any]:
@@ -119,8 +131,20 @@ def _kernels(optimizer: Any) -> dict[int, Any]:
     return found
 
 
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+def _plain(key: str, value: Any) -> Any:
+    """Return a value of a group as a checkpoint can contain it: one that loads without running code."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, tuple | list):
+        return type(value)(_plain(key, part) for part in value)
+    if not isinstance(value, bool | int | float | str | type(None)):
+        raise ConfigurationError(
+            f"{key!r} of a group of 'optimizer' is a {type(value).__name__}, which cannot be saved: make it a number, "
+            "a text, or a tensor"
+        )
+    return value
 
 
 def _write(group: dict[str, Any], key: str, value: Any) -> None:

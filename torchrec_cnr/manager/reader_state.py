@@ -65,6 +65,9 @@ class _Counted(Generic[Batch]):
             yield batch
         self._num_passes, self._num_batches = self._num_passes + 1, 0
 
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type] - without a length, this is the TypeError of any iterable
+
     def state_dict(self) -> Mapping[str, int]:
         return {"num_passes": self._num_passes, "num_batches": self._num_batches}
 
@@ -139,6 +142,10 @@ class ReaderState(Generic[Batch]):
 
     def __repr__(self) -> str:
         return f"ReaderState(batches in flight: {self.num_in_flight})"
+
+    def __len__(self) -> int:
+        """Return the number of batches of a whole pass; raise ``TypeError`` if the loader has no length."""
+        return len(self._loader)
 
     def __iter__(self) -> Iterator[Batch]:
         if self._trained is None:

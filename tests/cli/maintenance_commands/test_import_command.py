@@ -100,7 +100,7 @@ def test_import_says_what_it_did(stock: dict[str, Any], tmp_path: Path) -> None:
         (["--bits", "32"], "--bits must be one of 2, 3, 4, 8, exact (got '32')"),
         (
             ["--bits", "4", "--table", "model.*"],
-            f"there would be no tables: no tensor is named model.*; pass patterns that match its tables; its "
+            f"there would be fewer tables: no tensor is named model.*; pass patterns that match its tables; its "
             f"matrices are '{TABLE}', '{MINE}'\n",
         ),
         (["--threads", "0"], "'--threads'"),

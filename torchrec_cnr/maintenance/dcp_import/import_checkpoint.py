@@ -60,7 +60,7 @@ def import_checkpoint(
 
     Raises:
         ConfigurationError: An argument is wrong, or a tensor cannot be stored. Or ``path`` is a root, or lies in a
-            checkpoint. Or ``tables`` or ``quantization`` applies to none of the source's tensors.
+            checkpoint. Or a pattern of ``tables``, or ``quantization``, applies to none of the source's tensors.
         CheckpointExistsError: There is already a checkpoint at ``path``, in this library's format or in DCP's own.
         CheckpointNotFoundError, DamagedError: The source cannot be read, or its metadata names other classes.
         SaveError, StoreError: Nothing was committed.
@@ -76,10 +76,13 @@ def import_checkpoint(
     """
     writer = CNRStorageWriter(path, quantization=quantization, thread_count=thread_count)
     check_type("tables", tables, (list, tuple, type(None)), "a list of patterns of FQNs")
+    for pattern in tables or ():
+        check_type("tables", pattern, str, "a list of patterns of FQNs")
     dcp_checkpoint = read_dcp_checkpoint(source)
     table_fqns = _tables_in(dcp_checkpoint, TABLE_PATTERNS if tables is None else tables)
-    if tables is not None and not table_fqns:
-        raise _no_match(dcp_checkpoint, "there would be no tables", tables)
+    unused_patterns = [pattern for pattern in tables or () if not _tables_in(dcp_checkpoint, [pattern])]
+    if unused_patterns or (tables is not None and not tables):
+        raise _no_match(dcp_checkpoint, "there would be fewer tables", unused_patterns or ["''"])
     _check_quantized(dcp_checkpoint, quantization, table_fqns, TABLE_PATTERNS if tables is None else tables)
     planner = _ImportPlanner(dcp_checkpoint, table_fqns, progress)
     save(writer, [planner.whole_plan()], planner, dcp_checkpoint.paths)
