@@ -25,11 +25,13 @@ not import each other, nor do ``manager`` and ``serving``, nor ``maintenance`` a
 - ``quantization/``: the quantization schemes, which turn rows into bytes and back, and the rules that choose among
   them.
 - ``kernels/``: compiled code that encodes and decodes rows, on CPUs (numba) and GPUs (Triton). Knows no checkpoints.
+- ``telemetry``: metrics and spans by OpenTelemetry's API, if it is installed.
 - ``progress``: progress callbacks, and the time and bytes that a save spent in each phase.
 - ``throttling``: limits on the share of a core and on the bandwidth that background work uses.
 - ``gc_pause``: pauses Python's garbage collector while plans and manifests with many shards are built.
 - ``arguments``: checks of arguments, whose errors name the argument.
 - ``human_text``: formats sizes, counts, times and names for people.
+- ``dependencies``: the versions of PyTorch, TorchRec and FBGEMM that belong together.
 - ``errors``: every exception that the library raises on purpose.
 - ``version``: the version of the package.
 """

@@ -49,3 +49,12 @@ def check_callable(name: str, value: object) -> None:
     """Raise a ``ConfigurationError`` if ``value`` is neither callable nor None."""
     if value is not None and not callable(value):
         raise ConfigurationError(f"{name!r} must be a function, or None (got {value!r})")
+
+
+def check_patterns(name: str, value: object) -> None:
+    """Raise a ``ConfigurationError`` if ``value`` is neither a list or tuple of texts, nor None."""
+    expected = "a list of patterns of FQNs"
+    check_type(name, value, (list, tuple, type(None)), expected)
+    assert isinstance(value, list | tuple | None)
+    for pattern in value or ():
+        check_type(name, pattern, str, expected)

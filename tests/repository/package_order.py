@@ -3,7 +3,7 @@
 # A package, or a module at the top, imports from rows above its own in this table, and nothing from its own row but
 # itself.
 ORDER = (
-    {"errors", "version", "human_text"},
+    {"errors", "version", "human_text", "dependencies"},
     {"arguments"},
     {"progress", "throttling", "gc_pause"},
     {"telemetry"},

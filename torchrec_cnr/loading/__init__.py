@@ -21,3 +21,7 @@ Terms of this package:
 - *row-wise state*: optimizer state with one value per row. Its size changes with the sharding, so the regions of the
   table's shards determine its rows.
 """
+
+from torchrec_cnr.dependencies import check_versions
+
+check_versions()  # before TorchRec is imported

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from torchrec_cnr.arguments import check_type
+from torchrec_cnr.arguments import check_patterns, check_type
 from torchrec_cnr.errors import ConfigurationError, StateMismatchError
 from torchrec_cnr.format.manifest import Manifest
 from torchrec_cnr.loading.fitting import Fit, Wanted, fit, listed
@@ -44,10 +44,8 @@ class WarmStart:
             ConfigurationError: An argument is invalid.
         """
         check_type("rename", rename, (Mapping, type(None)), "a mapping of patterns to saved FQNs")
-        for name, patterns in (("resize", resize), ("only", only)):
-            check_type(name, patterns, (list, tuple, type(None)), "a list of patterns of FQNs")
-            for pattern in patterns or ():
-                check_type(name, pattern, str, "a list of patterns of FQNs")
+        check_patterns("resize", resize)
+        check_patterns("only", only)
         for pattern, saved in (rename or {}).items():
             for text in (pattern, saved):
                 check_type("rename", text, str, "a mapping of patterns to saved FQNs")

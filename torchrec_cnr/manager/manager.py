@@ -131,8 +131,7 @@ class CheckpointManager:
             row_log=row_log,
             progress=partial(self._callbacks.progress, "save"),
         )
-        self._when_busy = background.when_busy
-        self._keep = keep
+        self._when_busy, self._keep = background.when_busy, keep
         self._thread_count = thread_count
         self._due = Schedule(every_steps, every_secs)
         self._num_retries = num_retries

@@ -66,7 +66,7 @@ class _Counted(Generic[Batch]):
         self._num_passes, self._num_batches = self._num_passes + 1, 0
 
     def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type] - without a length, this is the TypeError of any iterable
+        return len(self._batches)  # type: ignore[arg-type]  # without a length: TypeError
 
     def state_dict(self) -> Mapping[str, int]:
         return {"num_passes": self._num_passes, "num_batches": self._num_batches}

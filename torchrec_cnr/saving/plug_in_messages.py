@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeo
 
 from torchrec_cnr.errors import ConfigurationError, SaveError, StoreError
 from torchrec_cnr.format.boxes import Box
-from torchrec_cnr.format.manifest import Manifest
+from torchrec_cnr.format.manifest import CheckpointKind, Manifest
 from torchrec_cnr.lineage.checkpoint import Checkpoint
 from torchrec_cnr.lineage.journal import is_pruned
 from torchrec_cnr.progress import SavePhases
@@ -292,7 +292,7 @@ class CommittedSize:
         num_rows: Number of stored rows of tables.
     """
 
-    kind: str
+    kind: CheckpointKind
     num_bytes: int
     num_rows: int
 

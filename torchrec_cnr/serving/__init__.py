@@ -21,6 +21,10 @@ Words of this package:
 - *touched row*: a row that a delta has overwritten since the baseline that the model was loaded from.
 """
 
+from torchrec_cnr.dependencies import check_versions
+
+check_versions()  # before TorchRec is imported
+
 from torchrec_cnr.serving.commit_sources import Commit, Commits, RootCommits
 from torchrec_cnr.serving.subscriber import RowSubscriber
 from torchrec_cnr.serving.updates_report import Applied, Lag

@@ -32,3 +32,7 @@ Terms of this package:
 - *reference*: the digests of a tensor's rows at the last snapshot.
 - *untracked row*: a row that was modified without being marked.
 """
+
+from torchrec_cnr.dependencies import check_versions
+
+check_versions()  # before TorchRec is imported

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -85,7 +85,9 @@ def _timed(secs: list[float]) -> Iterator[None]:
 
         return call
 
-    with patch.multiple(telemetry, **{name: timed(getattr(telemetry, name)) for name in RECORDED}):
+    with ExitStack() as stack:
+        for name in RECORDED:
+            stack.enter_context(patch.object(telemetry, name, timed(getattr(telemetry, name))))
         yield
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from torchrec_cnr.arguments import check_type
+from torchrec_cnr.arguments import check_patterns
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_checkpoint
 from torchrec_cnr.maintenance.dcp_import.dcp_checkpoint import DCPCheckpoint, read_dcp_checkpoint
@@ -59,8 +59,8 @@ def import_checkpoint(
         The baseline.
 
     Raises:
-        ConfigurationError: An argument is wrong, or a tensor cannot be stored. Or ``path`` is a root, or lies in a
-            checkpoint. Or a pattern of ``tables``, or ``quantization``, applies to none of the source's tensors.
+        ConfigurationError: An argument is wrong, a tensor cannot be stored, or ``path`` is a root or in a checkpoint. Or
+            a pattern of ``tables``, or ``quantization``, applies to none of the source's tensors.
         CheckpointExistsError: There is already a checkpoint at ``path``, in this library's format or in DCP's own.
         CheckpointNotFoundError, DamagedError: The source cannot be read, or its metadata names other classes.
         SaveError, StoreError: Nothing was committed.
@@ -68,22 +68,20 @@ def import_checkpoint(
     Examples:
         >>> metadata = dcp.save(state, checkpoint_id="plain")  # without the plug-ins
         >>> scheme, tables = cnr.Asymmetric(bits=8), ["model.users.weight"]
-        >>> imported = cnr.import_checkpoint("plain", "imported", quantization=scheme, tables=tables)
-        >>> imported.kind
+        >>> cnr.import_checkpoint("plain", "imported", quantization=scheme, tables=tables).kind
         'baseline'
         >>> cnr.load_table("imported", "model.users.weight").shape
         torch.Size([1000, 16])
     """
     writer = CNRStorageWriter(path, quantization=quantization, thread_count=thread_count)
-    check_type("tables", tables, (list, tuple, type(None)), "a list of patterns of FQNs")
-    for pattern in tables or ():
-        check_type("tables", pattern, str, "a list of patterns of FQNs")
+    check_patterns("tables", tables)
     dcp_checkpoint = read_dcp_checkpoint(source)
-    table_fqns = _tables_in(dcp_checkpoint, TABLE_PATTERNS if tables is None else tables)
+    patterns = TABLE_PATTERNS if tables is None else tables
     unused_patterns = [pattern for pattern in tables or () if not _tables_in(dcp_checkpoint, [pattern])]
-    if unused_patterns or (tables is not None and not tables):
+    if unused_patterns or not patterns:
         raise _no_match(dcp_checkpoint, "there would be fewer tables", unused_patterns or ["''"])
-    _check_quantized(dcp_checkpoint, quantization, table_fqns, TABLE_PATTERNS if tables is None else tables)
+    table_fqns = _tables_in(dcp_checkpoint, patterns)
+    _check_quantized(dcp_checkpoint, quantization, table_fqns, patterns)
     planner = _ImportPlanner(dcp_checkpoint, table_fqns, progress)
     save(writer, [planner.whole_plan()], planner, dcp_checkpoint.paths)
     return read_checkpoint(path)
