@@ -59,8 +59,8 @@ def import_checkpoint(
         The baseline.
 
     Raises:
-        ConfigurationError: An argument is wrong, a tensor cannot be stored, or ``path`` is a root or in a checkpoint. Or
-            a pattern of ``tables``, or ``quantization``, applies to none of the source's tensors.
+        ConfigurationError: An argument is wrong, a tensor cannot be stored, or ``path`` is a root or in a checkpoint.
+            Or a pattern of ``tables``, or ``quantization``, applies to none of the source's tensors.
         CheckpointExistsError: There is already a checkpoint at ``path``, in this library's format or in DCP's own.
         CheckpointNotFoundError, DamagedError: The source cannot be read, or its metadata names other classes.
         SaveError, StoreError: Nothing was committed.
