@@ -12,7 +12,7 @@ STAMP := .venv/.complete
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input
 TYPED := $(wildcard torchrec_cnr examples benchmarks)
 
-.PHONY: help .venv demo check test lint types quick unit test-full bench bench-full gpu docs clean
+.PHONY: help .venv demo check test lint types quick unit test-full test-versions bench bench-full gpu docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z.-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
@@ -53,6 +53,9 @@ unit: .venv ## tests, but the slow ones; three files at a time, as many wait for
 
 test-full: .venv ## all tests, the slow ones too; takes hours
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --hypothesis-profile full --numprocesses 2 --dist load
+
+test-versions: ## the supported versions of PyTorch, each in an environment of 6 GB; takes an hour or more
+	$(PYTHON) -m tests.versions
 
 bench: .venv ## run the benchmarks that take minutes
 	$(BIN)/python -m benchmarks --plots build/plots --json build/figures.json

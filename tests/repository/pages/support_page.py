@@ -38,6 +38,8 @@ The tests run on CPUs, and `python -m tests.repository.pages.support_page` makes
 
 - **Unsharded collections and PyTorch's own tables** are replicated under DistributedDataParallel.
 - **Quantized modules** can be loaded into, see [Inference](../guides/inference.md).
+- **A dense part under FSDP2** (`fully_shard`) beside sharded tables is saved with them, and loads with FSDP2 or without
+  it (`tests/tracking/test_fsdp_beside_tables.py`). Tables themselves must not be under FSDP.
 - **2-D parallel models** (`DMPCollection`) are supported table-, row- and column-wise, and are saved at any time, also
   between two synchronizations (`tests/tracking/test_replicas.py`). `ShardingStrategy.FULLY_SHARDED` and
   `submodule_configs` raise `ConfigurationError`.
