@@ -169,7 +169,10 @@ def test_a_job_that_must_stop_does_not_wait_for_maintenance(tmp_path: Path, monk
         manager.save(step, state(job))
     assert manager.should_stop
     manager.close()
-    (thread,) = (thread for thread in threading.enumerate() if thread.name == "cnr-upkeep")
+    assert manager._upkeep is not None
+    thread = manager._upkeep._thread
+    assert thread is not None
+    assert thread.is_alive()
     done.set()
     thread.join(60)
     assert not thread.is_alive()
