@@ -7,6 +7,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,15 @@ from torchrec_cnr.lineage.checkpoint import Checkpoint
 from torchrec_cnr.maintenance.background_upkeep import Upkeep
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    """Put handlers back, which a manager that was told to stop leaves to the end of the process."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def _manager(root: str | Path, job: Any, **more: Any) -> cnr.CheckpointManager:
@@ -46,6 +56,8 @@ def _run(rank: int, root: str, signalled: int, number: int, is_async: bool, over
             break
     answer = step, saved, manager.should_stop, manager.exit_status
     manager.close()
+    os.kill(os.getpid(), number)  # torchrun's, when another rank has exited
+    signal.signal(number, signal.SIG_DFL)
     target = torchrec_job(2)
     again = _manager(root, target)
     restored = again.restore(state(target))
@@ -92,7 +104,7 @@ def test_nothing_is_handled_unless_asked_for(tmp_path: Path) -> None:
 
 
 def test_earlier_handlers_are_called_too(tmp_path: Path) -> None:
-    """A trainer's own handler still runs, and is there again after the manager was closed."""
+    """A trainer's own handler still runs. After a signal, others are ignored until the process ends."""
     calls: list[int] = []
 
     def own(number: int, frame: object) -> None:
@@ -107,7 +119,27 @@ def test_earlier_handlers_are_called_too(tmp_path: Path) -> None:
             manager.save(step, state(job))
         assert manager.should_stop
         manager.close()
-        assert (calls, signal.getsignal(signal.SIGUSR1)) == ([signal.SIGUSR1], own)
+        os.kill(os.getpid(), signal.SIGTERM)  # torchrun's, when another rank has exited
+        assert calls == [signal.SIGUSR1]
+        after = _manager(tmp_path, job)
+        after.close()
+        assert signal.getsignal(signal.SIGUSR1) != own  # that of the manager which was told to stop
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_handlers_are_put_back(tmp_path: Path) -> None:
+    """By a manager that no signal has told to stop."""
+
+    def own(number: int, frame: object) -> None:
+        pass
+
+    before = signal.signal(signal.SIGUSR1, own)
+    try:
+        manager = _manager(tmp_path, plain_job(1))
+        assert signal.getsignal(signal.SIGUSR1) != own
+        manager.close()
+        assert signal.getsignal(signal.SIGUSR1) == own
     finally:
         signal.signal(signal.SIGUSR1, before)
 

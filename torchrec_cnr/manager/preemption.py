@@ -158,6 +158,11 @@ class StopAgreement:
         return self.is_reached
 
     def close(self) -> None:
-        """Handle signals no longer."""
-        self._signals.close()
+        """Handle signals no longer, unless the job stops.
+
+        When the first rank has exited, torchrun sends SIGTERM to the others. They would die in the middle of what they
+        still do.
+        """
+        if not self.is_reached:
+            self._signals.close()
         self._answer = None

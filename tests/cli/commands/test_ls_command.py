@@ -281,6 +281,11 @@ def test_ls_tells_of_files_in_other_directories_that_are_missing(run: Path, tmp_
     text = cnr_text("ls", root)
     assert "compacted checkpoints use data files in other directories: remove checkpoints with cnr prune only" in text
     assert "data files missing" not in text
+    for manifest in (root / directories[0]).glob("manifest*"):
+        manifest.rename(manifest.with_name("moved"))
+    (other,) = cnr_json("ls", root)["others"]
+    assert (other["name"], other["state"], other["used_by"]) == (directories[0], "unfinished", ["step-3"])
+    assert "; do not remove it: its data files are used by step-3" in cnr_text("ls", root)
     shutil.rmtree(root / directories[0])
     after = {entry["name"]: entry for entry in cnr_json("ls", root)["checkpoints"]}["step-3"]
     assert (
@@ -302,7 +307,7 @@ def test_ls_tells_what_is_left_of_the_pruned(tmp_path: Path) -> None:
     (root / "step-0" / "5a7e-0-0.safetensors").write_bytes(b"12345")
     (other,) = cnr_json("ls", root)["others"]
     assert (other["name"], other["state"]) == ("step-0", "pruned")
-    assert cnr_text("ls", root).rstrip().endswith("compacted checkpoints use them, or the next prune removes them")
+    assert cnr_text("ls", root).rstrip().endswith("1 file, 5 B; the next prune removes them")
 
 
 def test_ls_of_nothing(tmp_path: Path) -> None:

@@ -22,7 +22,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 def test_verify_says_whether_all_is_right(run: Path, tmp_path: Path) -> None:
     """In words, in JSON, and by its exit status."""
-    assert re.fullmatch(r"✓ no problems: 3 checkpoints, \d+ blocks, [\d.]+ KB\n", cnr_text("verify", run / "step-3"))
+    verified = r"✓ no problems in {}: {} checkpoints, \d+ blocks, [\d.]+ KB{}\n"
+    one = verified.format("step-3 and its chain", 3, "")
+    newest = verified.format("branch-4 and its chain", r"\d", "; --all verifies the other checkpoints, too")
+    assert re.fullmatch(one, cnr_text("verify", run / "step-3"))
+    assert re.fullmatch(newest, cnr_text("verify", run))
     assert "5 checkpoints" in cnr_text("verify", run, "--all", "--threads", "3")
     root = tmp_path / "run"
     shutil.copytree(run, root)

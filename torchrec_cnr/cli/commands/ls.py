@@ -46,7 +46,7 @@ _MEANINGS: Mapping[EntryState, str] = {
     "foreign": "not a checkpoint",
 }
 _NOTES: Mapping[EntryState, str] = {
-    "pruned": "; compacted checkpoints use them, or the next prune removes them",
+    "pruned": "; the next prune removes them",
     "unfinished": "; from a save that failed or is still running",
 }
 
@@ -157,6 +157,7 @@ def _document(catalog: Catalog, shown: Sequence[str], roots: Sequence[Store]) ->
                 "num_files": len(entry.files),
                 "num_bytes": entry.num_bytes,
                 "message": None if entry.problem is None else str(entry.problem),
+                "used_by": _users(catalog, entry),
             }
             for entry in _others(catalog)
         ],
@@ -174,6 +175,12 @@ def _based_on(catalog: Catalog, checkpoint: Checkpoint) -> str | None:
 
 def _others(catalog: Catalog) -> list[Entry]:
     return [entry for _, entry in sorted(catalog.entries.items()) if entry.checkpoint is None]
+
+
+def _users(catalog: Catalog, entry: Entry) -> list[str]:
+    """Return the checkpoints that need data files in a directory that is none."""
+    checkpoints = catalog.checkpoints.items()
+    return [name for name, checkpoint in checkpoints if entry.name in catalog.used_directories(checkpoint)]
 
 
 def _state(entry: Entry, catalog: Catalog) -> EntryState:
@@ -289,16 +296,17 @@ def _print_others(console: Console, others: Sequence[Entry], catalog: Catalog) -
     for entry in others:
         state = _state(entry, catalog)
         style = "yellow" if entry.problem is None else "red"
-        table.add_row(name_cell(entry.name), Text(_MEANINGS[state], style), _why(entry, state))
+        table.add_row(name_cell(entry.name), Text(_MEANINGS[state], style), _why(entry, state, _users(catalog, entry)))
     console.print(Text("\nother directories", "bold"))
     console.print(table)
 
 
-def _why(entry: Entry, state: EntryState) -> Text:
+def _why(entry: Entry, state: EntryState, users: Sequence[str]) -> Text:
+    used = f"; do not remove it: its data files are used by {', '.join(map(name_text, users))}" if users else ""
     if entry.problem is not None:
-        return name_cell(str(entry.problem).removeprefix(f"{entry.store.url}/"))
+        return name_cell(str(entry.problem).removeprefix(f"{entry.store.url}/") + used)
     size = f"{count_text(len(entry.files), 'file')}, {bytes_text(entry.num_bytes)}" if entry.files else ""
-    note = _NOTES.get(state, "")
-    if entry.store.row_log is None and any(map(is_uncommitted, entry.files)):
+    note = used or _NOTES.get(state, "")
+    if not used and entry.store.row_log is None and any(map(is_uncommitted, entry.files)):
         note = "; may be committed in Kafka: pass --kafka to check"
     return Text(size + note, "dim")

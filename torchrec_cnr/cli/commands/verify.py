@@ -11,9 +11,10 @@ from rich.text import Text
 
 from torchrec_cnr.cli.options import AsJson, Kafka, KafkaFile, KafkaSettings, Threads, rows_log
 from torchrec_cnr.cli.output import bare_grid, name_cell, print_json, progress_bar, stdout
-from torchrec_cnr.human_text import bytes_text, count_text
+from torchrec_cnr.human_text import bytes_text, count_text, name_text
 from torchrec_cnr.maintenance.verification.verify import VerifyReport
 from torchrec_cnr.maintenance.verification.verify import verify as verify_checkpoints
+from torchrec_cnr.storage.store import Store
 
 _NAMES = 10  # of checkpoints that cannot be restored, and of missing files; --json lists all
 
@@ -47,12 +48,12 @@ def verify(
             del document["newest_restorable"]  # it is only looked for if something is wrong
         print_json(document)
     else:
-        _print(found)
+        _print(found, is_of_root=not all_heads and found.heads != (Store.open(path).url,))
     if not found.is_right:
         raise typer.Exit(1)
 
 
-def _print(found: VerifyReport) -> None:
+def _print(found: VerifyReport, is_of_root: bool) -> None:
     console = stdout()
     texts: dict[str, dict[str | int, str]] = {}  # by file, and by offset in it: several checkpoints may use one file
     for problem in found.problems:
@@ -73,7 +74,9 @@ def _print(found: VerifyReport) -> None:
     num_checkpoints, num_blobs = count_text(len(found.checkpoints), "checkpoint"), count_text(found.num_blobs, "block")
     extent = f"{num_checkpoints}, {num_blobs}, {bytes_text(found.num_bytes)}"
     if found.is_right:
-        console.print(Text.assemble(("✓ no problems: ", "bold green"), extent))
+        verified = f" in {name_text(posixpath.basename(found.heads[0]))} and its chain" if len(found.heads) == 1 else ""
+        others = "; --all verifies the other checkpoints, too" if is_of_root else ""
+        console.print(Text.assemble((f"✓ no problems{verified}: ", "bold green"), extent + others))
     else:
         console.print(Text.assemble(("\n" + count_text(num_problems, "problem"), "bold red"), f" in {extent}"))
         _print_impact(console, found)

@@ -146,7 +146,8 @@ class _Notice(Listener):
         if not self._is_given and event.data["dispatcher"] in self.kernels:
             self._is_given = True
             logger.warning(
-                "compiling kernels for CPUs, which takes about ten seconds; later processes load them from a cache"
+                "compiling kernels for CPUs, which takes ten seconds to a minute; later processes load them from a "
+                "cache"
             )
 
     def on_end(self, event: Event) -> None:
