@@ -43,6 +43,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
 @pytest.fixture
 def threaded() -> Iterator[None]:
     """Process groups whose ranks are threads; whoever hangs prints all stacks and ends the process."""
+    if torch.__version__.startswith("2.11."):
+        pytest.skip("PyTorch 2.11 cannot destroy process groups of threads: its ThreadLocalWorld has no 'comms'")
     faulthandler.dump_traceback_later(LIMIT_SECS, exit=True)
     _install_threaded_pg()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)  # groups of several ranks have one name

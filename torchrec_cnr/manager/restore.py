@@ -170,7 +170,10 @@ def _zero_grad(parameter: Tensor, is_sparse: bool) -> Tensor:
         return torch.zeros_like(parameter)
     numbers = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
     values = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
-    return torch.sparse_coo_tensor(numbers, values, parameter.shape, check_invariants=False)
+    with torch.sparse.check_sparse_tensor_invariants(
+        enable=False
+    ):  # PyTorch 2.11 warns, even of check_invariants=False
+        return torch.sparse_coo_tensor(numbers, values, parameter.shape)
 
 
 def _candidates(root: str | os.PathLike[str], group: dist.ProcessGroup | None, row_log: RowLog | None) -> Iterator[str]:
