@@ -34,6 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 IMPATIENT_SECS = 2.0  # with less, a busy machine has not ended a transaction that was left open
 FAIL_FAST_SECS = 10.0
+RECOVERY_SECS = 60.0  # in which a broker on a busy machine ends the transactions that were open when it was killed
 
 
 # A broker that is not there
@@ -94,7 +95,7 @@ def test_a_broker_that_is_gone_costs_nothing_but_the_save(
             assert isinstance(cause, cnr.StoreError), cause
             assert server.bootstrap in str(cause)
     expected = ["0", "1", "2"][: 3 if moment == "name" else 2]
-    deadline = time.monotonic() + FAIL_FAST_SECS
+    deadline = time.monotonic() + RECOVERY_SECS
     while marked(rows) != expected:  # a broker may say that it has committed, be killed, and do so when it is back
         assert time.monotonic() < deadline, (marked(rows), expected)
         time.sleep(0.1)
