@@ -48,12 +48,14 @@ def verify(
             del document["newest_restorable"]  # it is only looked for if something is wrong
         print_json(document)
     else:
-        _print(found, is_of_root=not all_heads and found.heads != (Store.open(path).url,))
+        newest = posixpath.basename(found.heads[0]) if found.heads else ""
+        has_others = not all_heads and found.heads != (Store.open(path).url,)
+        _print(found, "all checkpoints" if all_heads else f"{name_text(newest)} and its chain", has_others)
     if not found.is_right:
         raise typer.Exit(1)
 
 
-def _print(found: VerifyReport, is_of_root: bool) -> None:
+def _print(found: VerifyReport, verified: str, has_others: bool) -> None:
     console = stdout()
     texts: dict[str, dict[str | int, str]] = {}  # by file, and by offset in it: several checkpoints may use one file
     for problem in found.problems:
@@ -74,9 +76,8 @@ def _print(found: VerifyReport, is_of_root: bool) -> None:
     num_checkpoints, num_blobs = count_text(len(found.checkpoints), "checkpoint"), count_text(found.num_blobs, "block")
     extent = f"{num_checkpoints}, {num_blobs}, {bytes_text(found.num_bytes)}"
     if found.is_right:
-        verified = f" in {name_text(posixpath.basename(found.heads[0]))} and its chain" if len(found.heads) == 1 else ""
-        others = "; --all verifies the other checkpoints, too" if is_of_root else ""
-        console.print(Text.assemble((f"✓ no problems{verified}: ", "bold green"), extent + others))
+        others = "; --all verifies the other checkpoints, too" if has_others else ""
+        console.print(Text.assemble((f"✓ no problems in {verified}: ", "bold green"), extent + others))
     else:
         console.print(Text.assemble(("\n" + count_text(num_problems, "problem"), "bold red"), f" in {extent}"))
         _print_impact(console, found)
