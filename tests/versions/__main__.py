@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
@@ -38,6 +39,7 @@ def main() -> None:
             entry["suites"] = {name: _tested(python, suite, arguments.folder) for name, suite in SUITES.items()}
             print(json.dumps(entry["suites"]), flush=True)
     saved = arguments.folder / "saved"
+    shutil.rmtree(saved, ignore_errors=True)  # of an earlier run
     for versions, python in pythons.items():
         (saved / versions.torch).mkdir(parents=True, exist_ok=True)
         _exchange(python, "save", saved / versions.torch)
