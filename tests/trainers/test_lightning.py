@@ -4,6 +4,7 @@ import os
 import random
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 import torchrec_cnr as cnr
@@ -50,7 +52,7 @@ class PlainModule(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)]
 
     def extra(self) -> dict[str, Any]:
         """What the trainer does not know of."""
@@ -104,6 +106,11 @@ def _loader(rank: int, kind: str) -> cnr.ReaderState[Tensor]:
     return cnr.ReaderState(batches)
 
 
+def _trainer(callbacks: list[Any], **options: Any) -> pl.Trainer:
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return pl.Trainer(accelerator="cpu", callbacks=callbacks, **quiet, **options)
+
+
 def _seed() -> None:
     torch.set_num_threads(1)
     random.seed(3)
@@ -135,16 +142,13 @@ def _fit(
     def fail() -> None:
         raise ZeroDivisionError
 
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    act_then = {"kill": kill, "preempt": preempt, "fail": fail, None: kill}[act]
+    trainer = _trainer(
+        [checkpoints, At(at, act_then)],
         devices=2,
         strategy=ShardedStrategy() if kind == "sharded" else "ddp",
         max_epochs=NUM_EPOCHS,
         accumulate_grad_batches=2 if kind == "accumulated" else 1,
-        callbacks=[checkpoints, At(at, {"kill": kill, "preempt": preempt, "fail": fail, None: kill}[act])],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     status = 0
     try:
@@ -227,23 +231,73 @@ def test_an_error_ends_the_manager(tmp_path: Path, rank_pool: RankPools) -> None
         ] == [(first, last, 1)] * 2
 
 
+class LoggingModule(PlainModule):
+    """Logs its loss, and counts what it validates."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.losses.append((self.trainer.global_step, self.trainer.current_epoch, -1.0))
+
+
+def _fit_alone(root: Path, kind: str, fails_at: int | None, strict: bool = False, **options: Any) -> tuple[Losses, str]:
+    module, loader = LoggingModule(), _loader(0, kind)
+    stopping = EarlyStopping("loss", patience=50, check_on_train_epoch_end=True, strict=strict)
+    checkpoints = recipe("cnr_lightning.py").Checkpoints(
+        root,
+        loader,
+        extra=lambda module: {"stopping": stopping, **PlainModule.extra(module)},
+        every_steps=EVERY_STEPS,
+    )
+
+    def fail() -> None:
+        checkpoints.manager.wait()
+        raise ZeroDivisionError
+
+    trainer = _trainer([checkpoints, stopping, At(fails_at, fail)], devices=1, num_sanity_val_steps=0, **options)
+    with suppress(ZeroDivisionError):
+        trainer.fit(module, loader, [1, 2])
+    return module.losses, str(stopping.state_dict())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["list", "stream"])
+@pytest.mark.parametrize(
+    "options", [{"max_steps": 24}, {"max_epochs": 3}, {"max_epochs": 3, "val_check_interval": 3}], ids=str
+)
+def test_validation_and_early_stopping_go_on(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+    """Only the validation after the last step of an epoch is not made up for."""
+    losses, stopping = _fit_alone(tmp_path / "one", kind, None, **options)
+    for fails_at, saved in ((11, 8), (15, 12)):
+        root = tmp_path / str(saved)
+        _fit_alone(root, kind, fails_at, **options)
+        resumed, stopping_then = _fit_alone(root, kind, None, **options)
+        assert resumed == losses[losses.index(resumed[0]) :]
+        assert (resumed[0][0], stopping_then) == (saved + 1, stopping)
+
+
+@pytest.mark.long
+def test_a_metric_of_the_epoch_is_lost_at_its_end(tmp_path: Path) -> None:
+    """Which is why the page asks for ``strict=False``."""
+    _fit_alone(tmp_path, "list", 11, strict=True, max_epochs=3)
+    with pytest.raises(RuntimeError, match="Early stopping conditioned on metric `loss` which is not available"):
+        _fit_alone(tmp_path, "list", None, strict=True, max_epochs=3)
+
+
+@pytest.mark.long
 def test_a_model_checkpoint_in_the_same_directory(tmp_path: Path) -> None:
     """Lightning removes its own files only, and the manager leaves them alone."""
-    loader = cnr.ReaderState(batch_ids(0, NUM_BATCHES, NUM_ROWS))
+    loader = _loader(0, "list")
     checkpoints = recipe("cnr_lightning.py").Checkpoints(tmp_path, loader, every_steps=2, keep=cnr.Keep(last=2))
     theirs = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=1, filename="{step}")
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        callbacks=[checkpoints, theirs],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
     module = PlainModule()
-    trainer.fit(module, loader)
+    _trainer([checkpoints, theirs], devices=1, max_epochs=1).fit(module, loader)
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["step=8.ckpt"]
     assert {path.name for path in tmp_path.glob("step-*") if path.is_dir()} >= {"step-6", "step-8"}
     table = cnr.load_table(tmp_path / "step-8", "model.table.weight")
     assert torch.equal(torch.as_tensor(table), module.table.weight.detach())
+    with pytest.raises(MisconfigurationException, match="enable_checkpointing=False"):
+        _trainer([checkpoints], devices=1, enable_checkpointing=False)

@@ -4,6 +4,7 @@ import os
 import random
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn.parallel import DistributedDataParallel
+from torchtnt.framework.auto_unit import AutoUnit
 from torchtnt.framework.callback import Callback
 from torchtnt.framework.callbacks import DistributedCheckpointSaver
 from torchtnt.framework.state import State
@@ -45,7 +47,7 @@ class PlainUnit(TrainUnit[Tensor]):
         model = nn.Sequential(nn.EmbeddingBag(NUM_ROWS, 4, sparse=True), nn.Dropout(0.3), nn.Linear(4, 1))
         self.model = DistributedDataParallel(model) if dist.is_initialized() else model
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.5)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, gamma=0.5)
         self.random = cnr.RandomState()
         self.losses: Losses = []
 
@@ -75,7 +77,7 @@ class ShardedUnit(PlainUnit):
         self.job = torchrec_job(1)
         self.model = self.job.model
         self.optimizer = self.job.optimizers["dense"]
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.5)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, gamma=0.5)
 
     def forward(self, data: Tensor) -> Tensor:
         """[4, 1]."""
@@ -210,6 +212,60 @@ def _unit_and_loader() -> tuple[PlainUnit, cnr.ReaderState[Tensor]]:
     return PlainUnit(), cnr.ReaderState(batch_ids(0, NUM_BATCHES, NUM_ROWS))
 
 
+class OwnLoop(AutoUnit[Tensor]):
+    """TorchTNT's unit that trains by itself, and takes a batch in advance."""
+
+    def __init__(self, num_accumulated: int) -> None:
+        torch.manual_seed(3)
+        super().__init__(
+            module=nn.Sequential(nn.EmbeddingBag(NUM_ROWS, 4, sparse=True), nn.Dropout(0.3), nn.Linear(4, 1)),
+            device=torch.device("cpu"),
+            gradient_accumulation_steps=num_accumulated,
+        )
+        self.random = cnr.RandomState()
+        self.losses: list[float] = []
+
+    def compute_loss(self, state: State, data: Tensor) -> tuple[Tensor, None]:
+        """Return the loss of a batch."""
+        return (self.module(data) - torch.arange(4.0).view(4, 1)).square().mean(), None
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any:
+        """Return an optimizer and a scheduler."""
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+
+    def on_train_step_end(self, state: State, data: Tensor, step: int, results: Any) -> None:
+        """Keep the loss."""
+        self.losses.append(results.loss.item())
+
+
+def _train_auto_unit(root: Path, num_accumulated: int, fails_at: int | None) -> tuple[int, list[float], Whole]:
+    unit, loader = OwnLoop(num_accumulated), cnr.ReaderState(batch_ids(0, NUM_BATCHES, NUM_ROWS))
+    checkpoints = recipe("cnr_torchtnt.py").Checkpoints(root, loader, every_steps=EVERY_STEPS)
+
+    def fail() -> None:
+        checkpoints.manager.wait()
+        raise ZeroDivisionError
+
+    with suppress(ZeroDivisionError):
+        train(unit, loader, max_epochs=NUM_EPOCHS, callbacks=[checkpoints, At(fails_at, fail)])
+    return checkpoints.first, unit.losses, values(checkpoints.state(unit))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_accumulated", [1, 2])
+def test_an_auto_unit_goes_on(tmp_path: Path, num_accumulated: int) -> None:
+    """At the end of an epoch and in the middle of one."""
+    _, losses, expected = _train_auto_unit(tmp_path / "one", num_accumulated, None)
+    for fails_at, saved in ((11, 8), (15, 12)):
+        root = tmp_path / str(saved)
+        _train_auto_unit(root, num_accumulated, fails_at)
+        first, resumed, found = _train_auto_unit(root, num_accumulated, None)
+        assert (first, resumed) == (saved, losses[saved:])
+        assert differing(found, expected) == []
+
+
+@pytest.mark.long
 def test_the_own_saver_in_the_same_directory(tmp_path: Path) -> None:
     """TorchTNT removes its own checkpoints only, and the manager leaves them alone."""
     unit, loader = _unit_and_loader()
@@ -240,6 +296,7 @@ def _fail() -> None:
     raise ZeroDivisionError
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kept", [None, 2])
 def test_the_own_saver_with_our_writer_loses_baselines(tmp_path: Path, kept: int | None) -> None:
     """It removes the oldest checkpoints, which the others are based on; until the next baseline, none can be loaded."""
