@@ -38,14 +38,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 # The files that take longest, the longest first: processes that test in parallel then end at about the same time.
 LONG_FILES = (
-    "test_snippets", "test_s3", "test_simulated_upkeep", "test_simulator", "test_benchmarks", "test_example_train",
-    "test_absent_broker", "test_compacted_topics", "test_every_fault", "test_overlapping_saves", "test_matrix",
-    "test_error_memory", "test_save_and_load", "test_async_save_faults", "test_documented_format",
-    "test_compacted_jobs", "test_lifecycle", "test_killed_saves", "test_example_continuous", "test_corrupt_records",
-    "test_compacted_restarts", "test_manager", "test_broker", "test_page_facts", "test_async_saves", "test_execute",
-    "test_consumers", "test_attacks", "test_manifest", "test_row_tracker", "test_reader_state",
-    "test_process_executor", "test_gpu_kernels", "test_fenced_jobs", "test_app", "test_public_names",
-    "test_ranks_that_disagree", "test_conformance", "test_schemes", "test_forward_lock",
+    "test_snippets", "test_s3", "test_simulated_upkeep", "test_simulator", "test_benchmarks", "test_lightning",
+    "test_example_train", "test_torchtnt", "test_absent_broker", "test_compacted_topics", "test_every_fault",
+    "test_overlapping_saves", "test_matrix", "test_error_memory", "test_save_and_load", "test_async_save_faults",
+    "test_documented_format", "test_compacted_jobs", "test_lifecycle", "test_killed_saves",
+    "test_example_continuous", "test_corrupt_records", "test_compacted_restarts", "test_manager", "test_broker",
+    "test_page_facts", "test_async_saves", "test_execute", "test_consumers", "test_attacks", "test_manifest",
+    "test_row_tracker", "test_reader_state", "test_process_executor", "test_gpu_kernels", "test_fenced_jobs",
+    "test_app", "test_public_names", "test_ranks_that_disagree", "test_conformance", "test_schemes",
+    "test_forward_lock",
 )  # fmt: skip
 
 
