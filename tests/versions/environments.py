@@ -17,21 +17,23 @@ class Versions:
         torch: Of PyTorch.
         torchrec: Of TorchRec.
         fbgemm: Of FBGEMM's build for CPUs.
+        others: What this TorchRec needs besides the packages of requirements/cpu.txt.
     """
 
     torch: str
     torchrec: str
     fbgemm: str
+    others: tuple[str, ...] = ()
 
     @property
     def pins(self) -> Sequence[str]:
         """What pip installs for them, other than TorchRec."""
-        return f"torch=={self.torch}", f"fbgemm-gpu-cpu=={self.fbgemm}"
+        return f"torch=={self.torch}", f"fbgemm-gpu-cpu=={self.fbgemm}", *self.others
 
 
 VERSIONS = (
     Versions("2.11.0", "1.6.1", "1.6.0"),
-    Versions("2.12.1", "1.7.0", "1.7.0"),
+    Versions("2.12.1", "1.7.0", "1.7.0", ("iopath==0.1.10",)),
     Versions("2.13.0", "1.8.0", "1.8.0"),
     Versions("2.14.1", "1.9.2", "1.9.0"),
 )

@@ -7,6 +7,7 @@
 - ``growth``: the stall of an asynchronous save as tables grow.
 - ``headline``: the figures of the README, exact rows and 4 bits against plain DCP.
 - ``memory``: peak memory of saves and loads.
+- ``metrics``: the time that recording metrics and spans takes, as a share of the steps between two saves.
 - ``preemption``: time from a scheduler's signal to the commit.
 - ``scale``: a thousand tables on 128 ranks.
 - ``time``: time of a delta save and of a load.
