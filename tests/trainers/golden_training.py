@@ -1,7 +1,7 @@
 """Try the recipe for TorchRec's ``examples/golden_training/train_dlrm.py``, which is not part of its package.
 
-``python -m tests.trainers.golden_training PATH`` changes a copy of that file as docs/guides/trainers.md says. It runs the
-copy on two ranks, kills it, runs it again, and compares losses and weights with those of a run without a kill.
+``python -m tests.trainers.golden_training PATH`` changes a copy of that file as docs/guides/trainers.md says. It runs
+this on two ranks, kills it, runs it again, and compares losses and weights with those of a run without a kill.
 """
 
 import os
