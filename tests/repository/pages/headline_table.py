@@ -62,8 +62,8 @@ def table(content: Mapping[str, Any]) -> str:
         f"Training waits {waits} for plain DCP's synchronous `dcp.save`, which is less than for its asynchronous one.",
         f"Measured on {title[0]};",
         f"{title[2]}; {content['machine']['machine']}.",
-        "No file is forced to disk (`sync_files=False`). Values are medians; quartiles follow if they differ by over",
-        "2 ×. Parentheses give the factor relative to plain DCP, unless the quartiles overlap.",
+        "No file is forced to disk (`sync_files=False`). Values are medians; where quartiles differ by over 2 ×,",
+        "they are given, too. Parentheses give the factor relative to plain DCP, unless the quartiles overlap.",
         "Command: `python -m benchmarks headline`.",
         "",
     ]
@@ -87,7 +87,7 @@ def _cell(
 def _spread_text(spread: tuple[float | None, float | None], text: Callable[[float], str]) -> str:
     """Return the quartiles, if one is more than twice the other."""
     low, high = spread
-    return f", quartiles {text(low)} and {text(high)}" if low and high and high > 2 * low else ""
+    return f", varies from {text(low)} to {text(high)}" if low and high and high > 2 * low else ""
 
 
 def _secs_text(millis: float) -> str:
