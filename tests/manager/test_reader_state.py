@@ -1,6 +1,7 @@
 """Reader state: a run that was killed, however often, has trained every sample exactly once in the end."""
 
 import io
+import itertools
 import os
 import random
 import signal
@@ -248,6 +249,32 @@ def test_a_reader_has_the_length_of_its_loader() -> None:
         assert list(reader) == ["a", "b", "c"]
         with pytest.raises(TypeError, match="len"):
             len(reader)
+
+
+class _Staged:
+    """As TorchRec's StagedTrainPipeline: takes two batches ahead, returns one to train, and None if none is left."""
+
+    def __init__(self) -> None:
+        self._staged: list[str] = []
+
+    def progress(self, dataloader_iter: Iterator[str]) -> str | None:
+        """The next batch to train."""
+        self._staged += itertools.islice(dataloader_iter, 3 - len(self._staged))
+        return self._staged.pop(0) if self._staged else None
+
+
+def test_a_staged_pipeline_ends_without_an_exception() -> None:
+    """Each batch is trained once, also by a job that resumes while the pipeline holds batches."""
+    reader = cnr.ReaderState(["a", "b", "c", "d", "e"])
+    trained = []
+    for batch in reader.train(_Staged()):
+        trained.append(batch)
+        if batch == "b":
+            position = reader.state_dict()
+    assert trained == ["a", "b", "c", "d", "e"]
+    resumed = cnr.ReaderState(["a", "b", "c", "d", "e"])
+    resumed.load_state_dict(position)
+    assert list(resumed.train(_Staged())) == ["c", "d", "e"]
 
 
 def test_what_was_trained_is_what_was_reported() -> None:

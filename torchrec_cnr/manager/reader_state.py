@@ -197,13 +197,18 @@ class ReaderState(Generic[Batch]):
             self._trained = self._ahead.popleft()
 
     def train(self, pipeline: Pipeline[Output]) -> Iterator[Output]:
-        """Train all batches of a pass with a pipeline, and report each. Yield the output of each step."""
+        """Train all batches of a pass with a pipeline, and report each. Yield the output of each step.
+
+        The output of a ``StagedTrainPipeline`` is a batch that the caller trains. Save after that, before the next one.
+        """
         batches, num_loads = iter(self), self._num_loads
         while True:
             self._check_loads(num_loads)  # a pipeline may hold batches that it took before the load
             try:
                 output = pipeline.progress(batches)
             except StopIteration:
+                return
+            if output is None and not self._ahead:  # how StagedTrainPipeline says that none is left
                 return
             self.trained()
             yield output
