@@ -5,6 +5,7 @@ combinations fail later, with errors of the dynamic linker or of missing operato
 """
 
 import logging
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 PAIRS = {"2.11": "1.6", "2.12": "1.7", "2.13": "1.8", "2.14": "1.9"}  # TorchRec's version, and FBGEMM's, by PyTorch's
@@ -14,8 +15,9 @@ _FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")  # the CUDA build and that for CPUs
 logger = logging.getLogger(__name__)
 
 
+@cache
 def check_versions() -> None:
-    """Check the installed versions. Packages that import TorchRec call this before they do.
+    """Check the installed versions, once in a process. Packages that import TorchRec call this before they do.
 
     Raises:
         ImportError: They do not belong together; the message names those that do.

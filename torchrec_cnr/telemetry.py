@@ -2,13 +2,17 @@
 
 The API alone does nothing: the program chooses where values go, with OpenTelemetry's SDK. Names and units of metrics
 are part of the public interface; docs/operations/metrics.md lists them.
+
+Nothing here raises: a save that was committed must not seem to have failed because a processor of spans raised.
 """
 
+import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 from torchrec_cnr.progress import Saved, SavePhases
 from torchrec_cnr.version import __version__
@@ -19,6 +23,8 @@ except ImportError:
     _has_api = False
 else:
     _has_api = True
+
+logger = logging.getLogger(__name__)
 
 _NAME = "torchrec_cnr"
 # The default boundaries of OpenTelemetry are meant for milliseconds.
@@ -74,6 +80,29 @@ class Phase:
     attributes: Mapping[str, str | int | float]
 
 
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+
+_has_failed: set[str] = set()  # names of functions whose failure was logged
+
+
+def _guarded(record: Callable[Params, Result]) -> Callable[Params, Result | None]:
+    """Return a function that logs an exception of OpenTelemetry's, the first time, and returns None."""
+
+    @wraps(record)
+    def guarded(*args: Params.args, **kwargs: Params.kwargs) -> Result | None:
+        try:
+            return record(*args, **kwargs)
+        except Exception as error:  # from processors and exporters that the program has set
+            if record.__name__ not in _has_failed:
+                _has_failed.add(record.__name__)
+                logger.warning("metrics or spans cannot be recorded; this is logged once", exc_info=error)
+            return None
+
+    return guarded
+
+
+@_guarded
 def wrote(phases: SavePhases, began_secs: float, path: str, rank: int) -> Any:
     """Record that a rank has written its part of a checkpoint.
 
@@ -100,6 +129,7 @@ def wrote(phases: SavePhases, began_secs: float, path: str, rank: int) -> Any:
     return _traced(whole, parts)
 
 
+@_guarded
 def committed(
     began_secs: float, commit_began_secs: float, parent: Any, kind: str, num_bytes: int, num_rows: int, num_links: int
 ) -> None:
@@ -125,6 +155,7 @@ def committed(
     _traced(Phase("save.commit", commit_began_secs, now_secs, attributes), (), parent)
 
 
+@_guarded
 def stalled(report: Saved) -> None:
     """Record for how long training waited for a manager's save, on this rank."""
     if instruments is not None:
@@ -137,9 +168,14 @@ def failures_of_saves() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if instruments is not None:
-            instruments.failures.add(1, {"error.type": _error_type(error)})
+        _failed(error)
         raise
+
+
+@_guarded
+def _failed(error: BaseException) -> None:
+    if instruments is not None:
+        instruments.failures.add(1, {"error.type": _error_type(error)})
 
 
 @contextmanager
@@ -152,18 +188,25 @@ def operation(name: str, **attributes: str) -> Iterator[None]:
         error_type = {"error.type": _error_type(error)}
         raise
     finally:
-        if instruments is not None:
-            now_secs = time.monotonic()
-            instruments.operation.record(now_secs - began_secs, {"operation": name, **error_type})
-            _traced(Phase(name, began_secs, now_secs, {**attributes, **error_type}), ())
+        _ended(name, began_secs, attributes, error_type)
 
 
+@_guarded
+def _ended(name: str, began_secs: float, attributes: Mapping[str, str], error_type: Mapping[str, str]) -> None:
+    if instruments is not None:
+        now_secs = time.monotonic()
+        instruments.operation.record(now_secs - began_secs, {"operation": name, **error_type})
+        _traced(Phase(name, began_secs, now_secs, {**attributes, **error_type}), ())
+
+
+@_guarded
 def stored(num_bytes: int) -> None:
     """Record how many bytes all files under a root have."""
     if instruments is not None:
         instruments.root.set(num_bytes)
 
 
+@_guarded
 def lagged(lag_secs: float) -> None:
     """Record for how long the oldest checkpoint waits that a served model has not applied; 0 if there is none."""
     if instruments is not None:

@@ -160,6 +160,28 @@ def test_loads_maintenance_and_updates_are_recorded(tmp_path: Path, recorded: _R
     assert recorded.value("update.lag") > 0
 
 
+def test_a_processor_that_raises_fails_no_save(
+    tmp_path: Path, recorded: _Recorded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Saves, loads and maintenance go on, and it is logged once for each kind of record."""
+    tracer = MagicMock()
+    tracer.start_span.side_effect = ZeroDivisionError("of a processor")
+    monkeypatch.setattr(telemetry, "tracer", tracer)
+    monkeypatch.setattr(telemetry, "_has_failed", set())
+    job = plain_job(1)
+    manager = cnr.CheckpointManager(tmp_path / "run", cnr.RowTracker(job.model), keep=cnr.Keep(last=1))
+    for step in (1, 2):
+        train(job, step)
+        manager.save(step, state(job))
+    assert manager.restore(state(job)) == 2
+    manager.close()
+    assert tracer.start_span.call_count >= 7
+    assert (
+        caplog.text.count("metrics or spans cannot be recorded") == 3
+    )  # what a rank writes, commits, other operations
+    assert not recorded.spans
+
+
 def test_nothing_is_recorded_without_the_package(tmp_path: Path) -> None:
     """The library works, and does not import it, where it is not installed."""
     program = """

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torchrec_cnr
+from tests.repository.marks import between
 from tests.repository.package_order import ORDER
 
 ROOT = Path(__file__).parents[2]
@@ -119,11 +120,7 @@ PAGES: Mapping[Path, Callable[[], str]] = {
 
 def with_map(page: str, text: str) -> str:
     """A page, with this map between its marks."""
-    (before, begin, rest), end = page.partition(MARKS[0]), MARKS[1]
-    _, found_end, after = rest.partition(end)
-    if not begin or not found_end:
-        raise ValueError(f"the page lacks the marks {MARKS[0]!r} and {end!r}")
-    return f"{before}{begin}\n\n{text}\n\n{end}{after}"
+    return between(page, MARKS, text)
 
 
 if __name__ == "__main__":

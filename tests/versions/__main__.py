@@ -13,7 +13,10 @@ from typing import Any
 from tests.versions.environments import ROOT, VERSIONS, Versions, made
 from tests.versions.page import RESULTS, write_page
 
-PACKAGES = ("format", "lineage", "loading", "maintenance", "manager", "quantization", "reading", "saving", "tracking")
+PACKAGES = (
+    *("format", "kernels", "lineage", "loading", "maintenance", "manager"),
+    *("quantization", "reading", "saving", "serving", "sizing", "storage", "tracking"),
+)
 SUITES = {
     "quick tests": [*(f"tests/{package}" for package in PACKAGES), "-m", "not slow and not long and not gpu"],
     "matrix of models": ["tests/properties/test_matrix.py", "-m", "not slow"],
@@ -53,6 +56,7 @@ def main() -> None:
 def _tested(python: Path, suite: Sequence[str], folder: Path) -> dict[str, Any]:
     """Run tests, and return how many passed, and the names of those that failed."""
     report = folder / "report.xml"
+    report.unlink(missing_ok=True)  # of another run, whose figures these would seem to be
     options = ["--numprocesses", "2", "--dist", "loadfile", "-q", "--show-capture=no", f"--junitxml={report}"]
     _run([python, "-m", "pytest", *suite, *options], check=False)
     cases = list(ElementTree.parse(report).iter("testcase"))

@@ -40,18 +40,20 @@ VERSIONS = (
 
 
 def made(versions: Versions, folder: Path) -> Path:
-    """Return the Python of the environment for these versions, which is made if it is not there yet."""
+    """Return the Python of the environment for these versions, which is made if it is not there, or lacks something."""
     environment, pip = folder / versions.torch, (folder / versions.torch / "bin" / "python", "-m", "pip")
-    complete = environment / ".complete"
-    if not complete.exists():
+    pinned = ("torch==", "fbgemm-gpu-cpu==", "setuptools==")  # PyTorch has bounds for the last
+    others = (ROOT / "requirements/cpu.txt").read_text().splitlines()
+    wanted = "\n".join([*versions.pins, *(line for line in others if not line.startswith(pinned))])
+    complete = environment / "complete.txt"  # written last, with what was installed
+    if not complete.exists() or complete.read_text() != wanted:
         _run(sys.executable, "-m", "venv", "--clear", environment)
-        pinned = ("torch==", "fbgemm-gpu-cpu==", "setuptools==")  # PyTorch has bounds for the last
-        others = (ROOT / "requirements/cpu.txt").read_text().splitlines()
-        (environment / "others.txt").write_text("\n".join(line for line in others if not line.startswith(pinned)))
+        requirements = environment / "requirements.txt"
+        requirements.write_text(wanted)
         install = (*pip, "install", "--quiet", "--disable-pip-version-check")
-        _run(*install, *versions.pins, "-r", environment / "others.txt")
+        _run(*install, "-r", requirements)
         _run(*install, "--no-deps", f"torchrec=={versions.torchrec}")
-        complete.touch()
+        complete.write_text(wanted)
     return environment / "bin" / "python"
 
 

@@ -3,9 +3,11 @@
 import json
 from pathlib import Path
 
+from tests.repository.marks import between
+
 PAGE = Path(__file__).parents[2] / "docs/reference/compatibility.md"
 RESULTS = PAGE.with_name("versions.json")
-BEGIN, END = "<!-- versions: begin; written by python -m tests.versions -->", "<!-- versions: end -->"
+MARKS = ("<!-- versions: begin; written by python -m tests.versions -->", "<!-- versions: end -->")
 
 
 def tables() -> str:
@@ -37,9 +39,7 @@ def _suite_text(suite: dict[str, object] | None) -> str:
 
 def with_tables(text: str) -> str:
     """Return the page's text with the present tables."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{after}"
+    return between(text, MARKS, tables())
 
 
 def write_page() -> None:

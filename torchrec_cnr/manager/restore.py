@@ -170,9 +170,8 @@ def _zero_grad(parameter: Tensor, is_sparse: bool) -> Tensor:
         return torch.zeros_like(parameter)
     numbers = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
     values = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
-    with torch.sparse.check_sparse_tensor_invariants(
-        enable=False
-    ):  # PyTorch 2.11 warns, even of check_invariants=False
+    # Not check_invariants=False, of which PyTorch 2.11 warns.
+    with torch.sparse.check_sparse_tensor_invariants(enable=False):
         return torch.sparse_coo_tensor(numbers, values, parameter.shape)
 
 

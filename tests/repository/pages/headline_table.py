@@ -11,19 +11,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.repository.marks import between
 from torchrec_cnr.human_text import bytes_text
 
 ROOT = Path(__file__).parents[3]
 README = ROOT / "README.md"
 FIGURES = ROOT / "docs" / "benchmarks" / "headline.json"
-BEGIN, END = "<!-- figures: begin -->\n", "<!-- figures: end -->\n"
+MARKS = ("<!-- figures: begin -->", "<!-- figures: end -->")
 
 
 def with_table(page: str, content: Mapping[str, Any]) -> str:
     """Return a page with the table of these figures between its marks."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}{table(content)}{END}{after}"
+    return between(page, MARKS, table(content).strip())
 
 
 def table(content: Mapping[str, Any]) -> str:

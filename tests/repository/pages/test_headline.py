@@ -2,13 +2,13 @@
 
 import json
 
-from tests.repository.pages.headline_table import BEGIN, FIGURES, README, with_table
+from tests.repository.pages.headline_table import FIGURES, MARKS, README, with_table
 
 
 def test_the_table_has_the_figures_of_the_file() -> None:
     """``python -m tests.repository.pages.headline_table`` writes the table after a new measurement."""
     page, content = README.read_text(), json.loads(FIGURES.read_text())
-    assert BEGIN in page
+    assert MARKS[0] in page
     assert page == with_table(page, content)
 
 

@@ -111,6 +111,7 @@ def ls(
 
 def _document(catalog: Catalog, shown: Sequence[str], roots: Sequence[Store]) -> dict[str, Any]:
     restores, heads, history = all_restore_bytes(catalog), set(catalog.heads()), read_run_history(catalog)
+    users = _users(catalog)
     return {
         "root": catalog.root.url,
         "checkpoints": [
@@ -157,7 +158,7 @@ def _document(catalog: Catalog, shown: Sequence[str], roots: Sequence[Store]) ->
                 "num_files": len(entry.files),
                 "num_bytes": entry.num_bytes,
                 "message": None if entry.problem is None else str(entry.problem),
-                "used_by": _users(catalog, entry),
+                "used_by": users.get(entry.name, []),
             }
             for entry in _others(catalog)
         ],
@@ -177,10 +178,13 @@ def _others(catalog: Catalog) -> list[Entry]:
     return [entry for _, entry in sorted(catalog.entries.items()) if entry.checkpoint is None]
 
 
-def _users(catalog: Catalog, entry: Entry) -> list[str]:
-    """Return the checkpoints that need data files in a directory that is none."""
-    checkpoints = catalog.checkpoints.items()
-    return [name for name, checkpoint in checkpoints if entry.name in catalog.used_directories(checkpoint)]
+def _users(catalog: Catalog) -> dict[str, list[str]]:
+    """Return, by directory, the other checkpoints that need data files in it."""
+    users: dict[str, list[str]] = {}
+    for name, checkpoint in catalog.checkpoints.items():
+        for directory in catalog.used_directories(checkpoint):
+            users.setdefault(directory, []).append(name)
+    return users
 
 
 def _state(entry: Entry, catalog: Catalog) -> EntryState:
@@ -292,11 +296,12 @@ def _in_logs(checkpoints: Iterable[Checkpoint]) -> str:
 def _print_others(console: Console, others: Sequence[Entry], catalog: Catalog) -> None:
     if not others:
         return
-    table = bare_grid("name", "state", "why")
+    table, users = bare_grid("name", "state", "why"), _users(catalog)
     for entry in others:
         state = _state(entry, catalog)
         style = "yellow" if entry.problem is None else "red"
-        table.add_row(name_cell(entry.name), Text(_MEANINGS[state], style), _why(entry, state, _users(catalog, entry)))
+        why = _why(entry, state, users.get(entry.name, ()))
+        table.add_row(name_cell(entry.name), Text(_MEANINGS[state], style), why)
     console.print(Text("\nother directories", "bold"))
     console.print(table)
 
