@@ -4,7 +4,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 import torchrec_cnr as cnr
@@ -39,9 +38,3 @@ def values(state: dict[str, Any]) -> Whole:
             rows = {str(number): dict(states) for number, states in plain[name]["state"].items()}
             plain[name] = {**plain[name], "state": rows}
     return whole(plain)
-
-
-def batch_ids(rank: int, num_batches: int, num_rows: int) -> list[torch.Tensor]:
-    """Return a rank's batches of four samples with three rows each."""
-    generator = torch.Generator().manual_seed(7 + rank)
-    return [torch.randint(num_rows, (4, 3), generator=generator) for _ in range(num_batches)]

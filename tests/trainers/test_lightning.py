@@ -1,15 +1,11 @@
 """PyTorch Lightning: a job that is killed, preempted or ended by an error goes on as if nothing had happened."""
 
-import os
-import random
-import signal
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
@@ -18,17 +14,24 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 import torchrec_cnr as cnr
-from tests.support.models import Whole, differing, torchrec_job
+from tests.support.models import torchrec_job
 from tests.support.ranks import RankPools
-from tests.trainers.recipes import batch_ids, recipe, values
-from torchrec_cnr.manager.open_roots import open_roots
+from tests.trainers.interrupted import (
+    EVERY_STEPS,
+    NUM_EPOCHS,
+    NUM_ROWS,
+    Losses,
+    Outcome,
+    Trainer,
+    batches_of,
+    interruption,
+    loss_of,
+    seed,
+    status_of,
+)
+from tests.trainers.recipes import recipe, values
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of Lightning
-
-NUM_ROWS, NUM_BATCHES, NUM_EPOCHS, EVERY_STEPS = 50, 8, 3, 4
-LIMIT_SECS = 240.0
-
-Losses = list[tuple[int, int, float]]
 
 
 class PlainModule(pl.LightningModule):
@@ -46,7 +49,7 @@ class PlainModule(pl.LightningModule):
         return torch.as_tensor(self.over(self.dropout(self.table(batch))))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = (self(batch) - torch.arange(4.0).view(4, 1)).square().mean()
+        loss = loss_of(self(batch))
         self.losses.append((self.trainer.global_step + 1, self.trainer.current_epoch, loss.item()))
         return loss
 
@@ -100,7 +103,7 @@ class At(pl.Callback):
 
 
 def _loader(rank: int, kind: str) -> cnr.ReaderState[Tensor]:
-    batches = batch_ids(rank, NUM_BATCHES, NUM_ROWS)
+    batches = batches_of(rank)
     if kind in ("stream", "sharded"):  # of no length, so that Lightning takes a batch in advance
         return cnr.ReaderState(lambda first: iter(batches[first:]))
     return cnr.ReaderState(batches)
@@ -111,17 +114,8 @@ def _trainer(callbacks: list[Any], **options: Any) -> pl.Trainer:
     return pl.Trainer(accelerator="cpu", callbacks=callbacks, **quiet, **options)
 
 
-def _seed() -> None:
-    torch.set_num_threads(1)
-    random.seed(3)
-    np.random.seed(3)
-
-
-def _fit(
-    rank: int, root: str, kind: str, act: str | None = None, at: int | None = None
-) -> tuple[int, Losses, Whole, int]:
-    """Train to the end, or to what happens at a step: the first step, losses, values, and the exit status."""
-    _seed()
+def _fit(rank: int, root: str, kind: str, act: str | None = None, at: int | None = None) -> Outcome:
+    seed()
     module = ShardedModule() if kind == "sharded" else PlainModule()
     loader = _loader(rank, kind)
     options: dict[str, Any] = {"every_steps": EVERY_STEPS, "policy": cnr.Consecutive()}
@@ -130,53 +124,22 @@ def _fit(
     checkpoints = recipe("cnr_lightning.py").Checkpoints(root, loader, extra=PlainModule.extra, **options)
     if kind == "sharded":
         checkpoints.extra = ShardedModule.extra
-
-    def kill() -> None:
-        checkpoints.manager.wait()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def preempt() -> None:
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def fail() -> None:
-        raise ZeroDivisionError
-
-    act_then = {"kill": kill, "preempt": preempt, "fail": fail, None: kill}[act]
     trainer = _trainer(
-        [checkpoints, At(at, act_then)],
+        [checkpoints, At(at, interruption(act, rank, checkpoints))],
         devices=2,
         strategy=ShardedStrategy() if kind == "sharded" else "ddp",
         max_epochs=NUM_EPOCHS,
         accumulate_grad_batches=2 if kind == "accumulated" else 1,
     )
-    status = 0
-    try:
-        trainer.fit(module, loader)
-    except SystemExit as end:
-        status = int(str(end.code))
-    except ZeroDivisionError:
-        status = 1
-    assert checkpoints.manager is None
-    assert not any(path == root for _, path in open_roots._managers)
+    status = status_of(lambda: trainer.fit(module, loader), checkpoints, root)
     assert trainer.checkpoint_callbacks == [checkpoints], "Lightning would save, too"
     return checkpoints.first, module.losses, values(checkpoints.state(trainer, module)), status
 
 
-def _run(ranks: RankPools, root: Path, kind: str, *more: Any, **options: Any) -> list[Any]:
-    return ranks(2).run(_fit, str(root), kind, *more, timeout_secs=LIMIT_SECS, **options)
+LIGHTNING = Trainer(_fit)
 
 
-_whole_runs: dict[str, list[Any]] = {}
-
-
-def _whole_run(ranks: RankPools, root: Path, kind: str) -> list[Any]:
-    """Return what a run gives that nothing interrupts."""
-    if kind not in _whole_runs:
-        _whole_runs[kind] = _run(ranks, root, kind)
-    return _whole_runs[kind]
-
-
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("kind", "killed", "saved"),
@@ -189,46 +152,21 @@ def _whole_run(ranks: RankPools, root: Path, kind: str) -> list[Any]:
 )
 def test_a_killed_job_goes_on(tmp_path: Path, rank_pool: RankPools, kind: str, killed: int, saved: int) -> None:
     """Losses, weights, rows, optimizers, schedulers and counts are those of a job that nothing interrupted."""
-    whole_run = _whole_run(rank_pool, tmp_path / "one", kind)
-    assert _run(rank_pool, tmp_path / "two", kind, "kill", killed, expect_killed=(0, 1)) == [None, None]
-    resumed_run = _run(rank_pool, tmp_path / "two", kind)
-    for rank, ((_, losses, expected, _), (first, resumed, found, status)) in enumerate(
-        zip(whole_run, resumed_run, strict=True)
-    ):
-        assert (first, status) == (saved, 0)
-        assert resumed == [loss for loss in losses if loss[0] > saved], rank
-        assert 0 < len(resumed) < len(losses)
-        assert len({loss for _, _, loss in losses}) == len(losses), "the losses differ from step to step"
-        assert differing(found, expected) == []
-    last = NUM_BATCHES * NUM_EPOCHS // (2 if kind == "accumulated" else 1)
-    steps = range(EVERY_STEPS, last + 1, EVERY_STEPS)
-    loaded = {step: cnr.read_checkpoint(tmp_path / "two" / f"step-{step}") for step in steps}
-    kinds = [loaded[step].committed.kind for step in steps]
-    assert kinds == ["baseline"] + ["delta"] * (len(steps) - 1), "after the restore, too"
-    assert loaded[saved + EVERY_STEPS].num_rows < loaded[EVERY_STEPS].num_rows
+    LIGHTNING.check_killed(rank_pool, tmp_path, kind, killed, saved, 2 if kind == "accumulated" else 1)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_preempted_job_saves_on_all_ranks_and_goes_on(tmp_path: Path, rank_pool: RankPools) -> None:
-    """A signal to one rank stops all of them, with the exit status of a preemption."""
-    whole_run = _whole_run(rank_pool, tmp_path / "one", "list")
-    preempted = _run(rank_pool, tmp_path / "two", "list", "preempt", 6)
-    assert [(status, losses[-1][0]) for _, losses, _, status in preempted] == [(143, 7)] * 2
-    assert cnr.latest(tmp_path / "two") == str(tmp_path / "two" / "step-7")
-    resumed_run = _run(rank_pool, tmp_path / "two", "list")
-    for (_, losses, expected, _), (first, resumed, found, _) in zip(whole_run, resumed_run, strict=True):
-        assert (first, resumed) == (7, losses[7:])
-        assert differing(found, expected) == []
+    """A signal to one rank stops all of them."""
+    LIGHTNING.check_preempted(rank_pool, tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_an_error_ends_the_manager(tmp_path: Path, rank_pool: RankPools) -> None:
     """The background save ends well, and a new trainer of the same process can use the root."""
-    for first, last in ((0, 6), (4, 10), (8, 11)):
-        assert [
-            (found, losses[-1][0], status)
-            for found, losses, _, status in _run(rank_pool, tmp_path / "run", "list", "fail", last + 1)
-        ] == [(first, last, 1)] * 2
+    LIGHTNING.check_failed(rank_pool, tmp_path)
 
 
 class LoggingModule(PlainModule):

@@ -1,15 +1,11 @@
 """TorchTNT: a job that is killed, preempted or ended by an error goes on as if nothing had happened."""
 
-import os
-import random
-import signal
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,15 +23,22 @@ from torchtnt.framework.unit import TrainUnit
 import torchrec_cnr as cnr
 from tests.support.models import Whole, differing, torchrec_job
 from tests.support.ranks import RankPools
-from tests.trainers.recipes import batch_ids, recipe, values
-from torchrec_cnr.manager.open_roots import open_roots
+from tests.trainers.interrupted import (
+    EVERY_STEPS,
+    NUM_EPOCHS,
+    NUM_ROWS,
+    Losses,
+    Outcome,
+    Trainer,
+    batches_of,
+    interruption,
+    loss_of,
+    seed,
+    status_of,
+)
+from tests.trainers.recipes import recipe, values
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of TorchTNT
-
-NUM_ROWS, NUM_BATCHES, NUM_EPOCHS, EVERY_STEPS = 50, 8, 3, 4
-LIMIT_SECS = 240.0
-
-Losses = list[tuple[int, int, float]]
 
 
 class PlainUnit(TrainUnit[Tensor]):
@@ -57,7 +60,7 @@ class PlainUnit(TrainUnit[Tensor]):
 
     def train_step(self, state: State, data: Tensor) -> None:
         """Train a batch."""
-        loss = (self.forward(data) - torch.arange(4.0).view(4, 1)).square().mean()
+        loss = loss_of(self.forward(data))
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -100,19 +103,10 @@ class At(Callback):
             self._act()
 
 
-def _seed() -> None:
-    torch.set_num_threads(1)
-    random.seed(3)
-    np.random.seed(3)
-
-
-def _train(
-    rank: int, root: str, kind: str, act: str | None = None, at: int | None = None
-) -> tuple[int, Losses, Whole, int]:
-    """Train to the end, or to what happens at a step: the first step, losses, values, and the exit status."""
-    _seed()
+def _train(rank: int, root: str, kind: str, act: str | None = None, at: int | None = None) -> Outcome:
+    seed()
     unit = ShardedUnit() if kind == "sharded" else PlainUnit()
-    batches = batch_ids(rank, NUM_BATCHES, NUM_ROWS)
+    batches = batches_of(rank)
     loader = cnr.ReaderState(batches if kind == "list" else lambda first: iter(batches[first:]))
     options: dict[str, Any] = {"every_steps": EVERY_STEPS, "policy": cnr.Consecutive()}
     if kind == "sharded":
@@ -120,45 +114,15 @@ def _train(
     if act == "preempt":
         options["preemption"] = cnr.Preemption()
     checkpoints = recipe("cnr_torchtnt.py").Checkpoints(root, loader, **options)
-
-    def kill() -> None:
-        checkpoints.manager.wait()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def preempt() -> None:
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def fail() -> None:
-        raise ZeroDivisionError
-
-    acts = {"kill": kill, "preempt": preempt, "fail": fail, None: kill}
-    status = 0
-    try:
-        train(unit, loader, max_epochs=NUM_EPOCHS, callbacks=[checkpoints, At(at, acts[act])])
-    except SystemExit as end:
-        status = int(str(end.code))
-    except ZeroDivisionError:
-        status = 1
-    assert checkpoints.manager is None
-    assert not any(path == root for _, path in open_roots._managers)
+    callbacks = [checkpoints, At(at, interruption(act, rank, checkpoints))]
+    status = status_of(lambda: train(unit, loader, max_epochs=NUM_EPOCHS, callbacks=callbacks), checkpoints, root)
     return checkpoints.first, unit.losses, values(checkpoints.state(unit)), status
 
 
-def _run(ranks: RankPools, root: Path, kind: str, *more: Any, **options: Any) -> list[Any]:
-    return ranks(2).run(_train, str(root), kind, *more, timeout_secs=LIMIT_SECS, **options)
+TORCHTNT = Trainer(_train)
 
 
-_whole_runs: dict[str, list[Any]] = {}
-
-
-def _whole_run(ranks: RankPools, root: Path, kind: str) -> list[Any]:
-    """Return what a run gives that nothing interrupts."""
-    if kind not in _whole_runs:
-        _whole_runs[kind] = _run(ranks, root, kind)
-    return _whole_runs[kind]
-
-
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("kind", "killed", "saved"),
@@ -169,47 +133,25 @@ def _whole_run(ranks: RankPools, root: Path, kind: str) -> list[Any]:
 )
 def test_a_killed_job_goes_on(tmp_path: Path, rank_pool: RankPools, kind: str, killed: int, saved: int) -> None:
     """Losses, weights, rows, optimizers, schedulers and counts are those of a job that nothing interrupted."""
-    whole_run = _whole_run(rank_pool, tmp_path / "one", kind)
-    assert _run(rank_pool, tmp_path / "two", kind, "kill", killed, expect_killed=(0, 1)) == [None, None]
-    resumed_run = _run(rank_pool, tmp_path / "two", kind)
-    for (_, losses, expected, _), (first, resumed, found, status) in zip(whole_run, resumed_run, strict=True):
-        assert (first, status) == (saved, 0)
-        assert resumed == [loss for loss in losses if loss[0] > saved]
-        assert 0 < len(resumed) < len(losses) == NUM_BATCHES * NUM_EPOCHS
-        assert len({loss for _, _, loss in losses}) == len(losses), "the losses differ from step to step"
-        assert differing(found, expected) == []
-    steps = range(EVERY_STEPS, NUM_BATCHES * NUM_EPOCHS + 1, EVERY_STEPS)
-    saves = {step: cnr.read_checkpoint(tmp_path / "two" / f"step-{step}") for step in steps}
-    kinds = [saves[step].kind for step in steps]
-    assert kinds == ["baseline"] + ["delta"] * (len(steps) - 1), "after the restore, too"
-    assert saves[saved + EVERY_STEPS].num_rows < saves[EVERY_STEPS].num_rows
+    TORCHTNT.check_killed(rank_pool, tmp_path, kind, killed, saved)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_preempted_job_saves_on_all_ranks_and_goes_on(tmp_path: Path, rank_pool: RankPools) -> None:
-    """A signal to one rank stops all of them, with the exit status of a preemption."""
-    whole_run = _whole_run(rank_pool, tmp_path / "one", "list")
-    preempted = _run(rank_pool, tmp_path / "two", "list", "preempt", 6)
-    assert [(status, losses[-1][0]) for _, losses, _, status in preempted] == [(143, 7)] * 2
-    assert cnr.latest(tmp_path / "two") == str(tmp_path / "two" / "step-7")
-    resumed_run = _run(rank_pool, tmp_path / "two", "list")
-    for (_, losses, expected, _), (first, resumed, found, _) in zip(whole_run, resumed_run, strict=True):
-        assert (first, resumed) == (7, losses[7:])
-        assert differing(found, expected) == []
+    """A signal to one rank stops all of them."""
+    TORCHTNT.check_preempted(rank_pool, tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_an_error_ends_the_manager(tmp_path: Path, rank_pool: RankPools) -> None:
     """The background save ends well, and the next training of the same process can use the root."""
-    for first, last in ((0, 6), (4, 10), (8, 11)):
-        assert [
-            (found, losses[-1][0], status)
-            for found, losses, _, status in _run(rank_pool, tmp_path / "run", "list", "fail", last + 1)
-        ] == [(first, last, 1)] * 2
+    TORCHTNT.check_failed(rank_pool, tmp_path)
 
 
 def _unit_and_loader() -> tuple[PlainUnit, cnr.ReaderState[Tensor]]:
-    return PlainUnit(), cnr.ReaderState(batch_ids(0, NUM_BATCHES, NUM_ROWS))
+    return PlainUnit(), cnr.ReaderState(batches_of(0))
 
 
 class OwnLoop(AutoUnit[Tensor]):
@@ -227,7 +169,7 @@ class OwnLoop(AutoUnit[Tensor]):
 
     def compute_loss(self, state: State, data: Tensor) -> tuple[Tensor, None]:
         """Return the loss of a batch."""
-        return (self.module(data) - torch.arange(4.0).view(4, 1)).square().mean(), None
+        return loss_of(self.module(data)), None
 
     def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any:
         """Return an optimizer and a scheduler."""
@@ -240,7 +182,7 @@ class OwnLoop(AutoUnit[Tensor]):
 
 
 def _train_auto_unit(root: Path, num_accumulated: int, fails_at: int | None) -> tuple[int, list[float], Whole]:
-    unit, loader = OwnLoop(num_accumulated), cnr.ReaderState(batch_ids(0, NUM_BATCHES, NUM_ROWS))
+    unit, loader = OwnLoop(num_accumulated), cnr.ReaderState(batches_of(0))
     checkpoints = recipe("cnr_torchtnt.py").Checkpoints(root, loader, every_steps=EVERY_STEPS)
 
     def fail() -> None:
