@@ -103,7 +103,7 @@ def _guarded(record: Callable[Params, Result]) -> Callable[Params, Result | None
 
 
 @_guarded
-def wrote(phases: SavePhases, began_secs: float, path: str, rank: int) -> Any:
+def record_write(phases: SavePhases, began_secs: float, path: str, rank: int) -> Any:
     """Record that a rank has written its part of a checkpoint.
 
     Args:
@@ -130,7 +130,7 @@ def wrote(phases: SavePhases, began_secs: float, path: str, rank: int) -> Any:
 
 
 @_guarded
-def committed(
+def record_commit(
     began_secs: float, commit_began_secs: float, parent: Any, kind: str, num_bytes: int, num_rows: int, num_links: int
 ) -> None:
     """Record a commit. Only the coordinator calls this.
@@ -138,7 +138,7 @@ def committed(
     Args:
         began_secs: When the save began, by ``time.monotonic``.
         commit_began_secs: When the commit began.
-        parent: What :func:`wrote` returned.
+        parent: What :func:`record_write` returned.
         kind: ``baseline`` or ``delta``.
         num_bytes: Bytes of the checkpoint.
         num_rows: Table rows of the checkpoint.
@@ -156,7 +156,7 @@ def committed(
 
 
 @_guarded
-def stalled(report: Saved) -> None:
+def record_stall(report: Saved) -> None:
     """Record for how long training waited for a manager's save, on this rank."""
     if instruments is not None:
         instruments.stall.record(report.stall_secs, {"kind": report.kind})
@@ -200,14 +200,14 @@ def _ended(name: str, began_secs: float, attributes: Mapping[str, str], error_ty
 
 
 @_guarded
-def stored(num_bytes: int) -> None:
+def record_root_size(num_bytes: int) -> None:
     """Record how many bytes all files under a root have."""
     if instruments is not None:
         instruments.root.set(num_bytes)
 
 
 @_guarded
-def lagged(lag_secs: float) -> None:
+def record_lag(lag_secs: float) -> None:
     """Record for how long the oldest checkpoint waits that a served model has not applied; 0 if there is none."""
     if instruments is not None:
         instruments.lag.set(lag_secs)

@@ -185,4 +185,4 @@ class Upkeep:
             for name, reasons in result.failed.items():
                 log_level = logging.WARNING if name in result.refused else logging.INFO  # else a process needs it
                 logger.log(log_level, "%s/%s: not removed yet: %s", self._root, name, "; ".join(reasons))
-            telemetry.stored(plan.left_bytes)
+            telemetry.record_root_size(plan.left_bytes)

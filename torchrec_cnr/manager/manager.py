@@ -331,7 +331,7 @@ class CheckpointManager:
         )
         if self._upkeep is not None and not self.should_stop:  # this process will be killed
             self._upkeep.after(saved.path)
-        telemetry.stalled(saved)
+        telemetry.record_stall(saved)
         self._callbacks.saved(saved)
         return saved
 

@@ -332,7 +332,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
                 writer.write([item for item in plan.items if shard_key(item) not in live_keys])
             phases = staged_save.phases if staged_save is not None else SavePhases()
             results = writer.finish(replace(phases, plan_secs=began - save.began))
-        save.span = telemetry.wrote(results[0].storage_data.phases, save.began, save.store.url, save.rank)
+        save.span = telemetry.record_write(results[0].storage_data.phases, save.began, save.store.url, save.rank)
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -353,7 +353,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
             metadata.phases = tuple(replace(phases, commit_secs=commit_secs) for phases in file.phases)
             metadata.size = file.size
         num_links, size = 1 + len(file.manifest.history.delta_bytes), file.size
-        telemetry.committed(save.began, began, save.span, size.kind, size.num_bytes, size.num_rows, num_links)
+        telemetry.record_commit(save.began, began, save.span, size.kind, size.num_bytes, size.num_rows, num_links)
         lease, save.lease = save.lease, None
         if lease is not None:
             lease.release()

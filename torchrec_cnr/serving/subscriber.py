@@ -228,14 +228,14 @@ class RowSubscriber:
             if applied is not None and self._on_applied is not None:
                 self._on_applied(applied)
         except BaseException as error:
-            telemetry.lagged(self.lag.waiting_secs)
+            telemetry.record_lag(self.lag.waiting_secs)
             self._failure = error
             num_failures = self._failed[1] + 1 if newest_commit == self._failed[0] else 1
             self._failed = (newest_commit, num_failures)
             patience_secs = min(_MAX_PATIENCE_SECS, self._interval_secs * 2.0 ** min(num_failures, 20))
             self._retry_at_secs = time.monotonic() + patience_secs
             raise
-        telemetry.lagged(self.lag.waiting_secs)
+        telemetry.record_lag(self.lag.waiting_secs)
         self._failure, self._untold, self._failed = None, None, (None, 0)
         return applied
 

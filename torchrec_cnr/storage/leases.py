@@ -185,7 +185,7 @@ class _Renewals:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew in a forked child, which has neither the thread nor the leases of its parent."""
+        """Begin again in a forked child, which has neither the thread nor the leases of its parent."""
         self._is_changing = threading.RLock()  # a signal handler may save while this thread begins a save
         self._thread: threading.Thread | None = None
         # By identity. Renewals end when the writer that holds a lease is garbage collected.

@@ -23,7 +23,7 @@ NUM_ROWS, DIM, NUM_IDS = 200_000, 64, 4096
 STEPS_PER_SAVE, NUM_SAVES = 20, 30
 MAX_SHARE = 0.005
 LONG_STEP_SECS = 0.1  # of a model that one would train on several ranks
-RECORDED = ("wrote", "committed", "stalled", "stored")
+RECORDED = ("record_write", "record_commit", "record_stall", "record_root_size")
 
 
 def run(setup: Setup) -> Report:
