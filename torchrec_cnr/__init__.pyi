@@ -16,7 +16,7 @@ from .kafka import KafkaRows
 from .lineage.checkpoint import Checkpoint, read_checkpoint
 from .lineage.journal import Prune, PrunedCheckpoint
 from .lineage.latest import latest
-from .loading.fitting import LoadReport
+from .loading.load_report import LoadReport
 from .loading.planner import CNRLoadPlanner
 from .loading.reader import CNRStorageReader
 from .loading.torchrec_inference import InferenceTables

@@ -121,6 +121,13 @@ def size_of(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.metadata().size if isinstance(tensor, ShardedTensor) else tensor.size())
 
 
+def first_rows(tensor: Tensor) -> tuple[int, ...]:
+    """Return the first rows of the shards that all ranks have of a tensor; none if it is a DTensor."""
+    if isinstance(tensor, ShardedTensor):
+        return tuple(sorted(int(shard.shard_offsets[0]) for shard in tensor.metadata().shards_metadata))
+    return () if isinstance(tensor, DTensor) else (0,)
+
+
 ShardKey = tuple[str, tuple[int, ...]]
 
 

@@ -269,7 +269,7 @@ def test_a_report_is_there_after_a_load_only(tmp_path: Path) -> None:
 def test_a_report_is_a_value() -> None:
     """Reports are frozen, survive pickling, and say everything that is not as it was, in a few lines."""
     names = tuple(f"n{i}" for i in range(9))
-    report = cnr.LoadReport("run/3", names, names[:2], names, {"n1": ((4,), (4, 1))}, {"n1": "old.n1"})
+    report = cnr.LoadReport("run/3", names, names[:2], names, {"n1": ((4,), (4, 1))}, {"n2": 1000}, {"n1": "old.n1"})
     assert pickle.loads(pickle.dumps(report)) == report
     with pytest.raises(dataclasses.FrozenInstanceError):
         report.missing = ()  # type: ignore[misc]
@@ -278,6 +278,7 @@ def test_a_report_is_a_value() -> None:
         "2 missing, left as they were: 'n0', 'n1'",
         "9 unexpected, left out: 'n0', 'n1', 'n2', 'n3', 'n4', ...",
         "1 reshaped: 'n1' from [4] to [4, 1]",
+        "1 of which a map of rows was loaded: 'n2' (1,000 rows)",
         "1 renamed: 'n1' was 'old.n1'",
     ]
     assert str(cnr.LoadReport("run/3", names)) == "9 loaded from run/3"

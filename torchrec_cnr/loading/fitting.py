@@ -17,67 +17,14 @@ from torch import Tensor
 
 from torchrec_cnr.errors import StateMismatchError
 from torchrec_cnr.format.manifest import DTYPES, Manifest, TensorEntry
-from torchrec_cnr.human_text import url_text
+from torchrec_cnr.loading.id_maps import is_id_map
+from torchrec_cnr.loading.load_report import LoadReport, listed
 from torchrec_cnr.loading.optimizer_state import Size, StateName, is_count, pair, weight_of
-from torchrec_cnr.loading.read_items import RowsLayout, SavedItem, TargetTables, ValueLayout
-from torchrec_cnr.sharding import dtype_name, size_of
+from torchrec_cnr.loading.read_items import MappedLayout, RowsLayout, SavedItem, TargetTables, ValueLayout
+from torchrec_cnr.loading.row_maps import RowMap
+from torchrec_cnr.sharding import dtype_name, first_rows, size_of
 
-_NUM_LISTED = 5
 _RANKED_NAME = re.compile(r"(?P<before>(?:.*\.)?)rank_(?P<rank>\d{1,9})_of_(?P<world_size>[1-9]\d{0,8})")
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """The result of one load, the same on all ranks.
-
-    Attributes:
-        url: The checkpoint, a path or URL.
-        loaded: FQNs that were loaded, sorted.
-        missing: FQNs that only a state dict has, sorted. Their values are unchanged.
-        unexpected: FQNs that only the checkpoint has, sorted. They were not loaded.
-        reshaped: FQNs whose size differs from the saved one. The values are the saved size and the size in the state
-            dict.
-        renamed: FQNs that have another FQN in the checkpoint, which is the value.
-        skipped: FQNs of the state dict that the planner's ``only`` excludes, sorted. Their values are unchanged.
-
-    Examples:
-        >>> path, report = cnr.restore_newest("run", state, tracker)
-        >>> report.loaded[0]
-        'model.users.weight'
-        >>> report.missing, report.unexpected
-        ((), ())
-    """
-
-    url: str
-    loaded: tuple[str, ...]
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    reshaped: Mapping[str, tuple[Size, Size]] = field(default_factory=dict)
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    skipped: tuple[str, ...] = ()
-
-    def __repr__(self) -> str:
-        kinds = ("missing", "unexpected", "reshaped", "renamed", "skipped")
-        counts = [f"{len(names):,} {what}" for what in kinds if (names := getattr(self, what))]
-        return f"LoadReport({', '.join([f'{len(self.loaded):,} loaded', *counts])}, {url_text(self.url)})"
-
-    def __str__(self) -> str:
-        lines = [f"{len(self.loaded)} loaded from {self.url}"]
-        sizes = [f"{fqn!r} from {list(old)} to {list(new)}" for fqn, (old, new) in self.reshaped.items()]
-        names_by_kind = {
-            "missing, left as they were": [repr(fqn) for fqn in self.missing],
-            "unexpected, left out": [repr(fqn) for fqn in self.unexpected],
-            "reshaped": sizes,
-            "renamed": [f"{fqn!r} was {saved!r}" for fqn, saved in self.renamed.items()],
-            "skipped, left as they were": [repr(fqn) for fqn in self.skipped],
-        }
-        lines += [f"{len(names)} {what}: {listed(names)}" for what, names in names_by_kind.items() if names]
-        return "\n".join(lines)
-
-
-def listed(parts: Sequence[str]) -> str:
-    """Return the first few names as one text."""
-    return ", ".join(parts[:_NUM_LISTED]) + (", ..." if len(parts) > _NUM_LISTED else "")
 
 
 QUANTIZED = "quantized"  # dtype of a quantized model's table, which accepts any float dtype, and must be loaded
@@ -92,12 +39,14 @@ class Wanted:
         name: The last key of its path; for a parameter, its name in the model.
         size: Its global size, or None if it is not a tensor.
         dtype: Name of its dtype, such as ``float32``, `QUANTIZED`, or None.
+        first_rows: For ids of managed collisions, the first rows of the shards of all ranks.
     """
 
     fqn: str
     name: str
     size: Size | None = None
     dtype: str | None = None
+    first_rows: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, fqn: str, value: Any, path: Sequence[str | int], tables: TargetTables) -> "Wanted":
@@ -105,7 +54,24 @@ class Wanted:
         name, table = str(path[-1]), tables.find(value)
         if table is not None:
             return cls(fqn, name, table.size, QUANTIZED)
-        return cls(fqn, name, size_of(value), dtype_name(value)) if isinstance(value, Tensor) else cls(fqn, name)
+        if not isinstance(value, Tensor):
+            return cls(fqn, name)
+        return cls(fqn, name, size_of(value), dtype_name(value), first_rows(value) if is_id_map(fqn) else ())
+
+
+@dataclass(frozen=True)
+class Resize:
+    """The tensors whose number of rows may differ, by saved FQN. By default the rows that both sides have are loaded.
+
+    Attributes:
+        fqns: All of them.
+        row_maps: The row maps of those that have one.
+        renumbered: Those of which the values are numbers of rows.
+    """
+
+    fqns: Collection[str] = ()
+    row_maps: Mapping[str, RowMap] = field(default_factory=dict)
+    renumbered: Collection[str] = ()
 
 
 @dataclass(frozen=True)
@@ -144,7 +110,7 @@ def fit(
     url: str,
     *,
     allow_partial: bool,
-    resized: Collection[str] = (),
+    resize: Resize = Resize(),
     skipped: Collection[str] = (),
     ignores_unexpected: bool = False,
 ) -> Fit:
@@ -155,7 +121,7 @@ def fit(
         manifest: Manifest of the checkpoint.
         url: The checkpoint.
         allow_partial: Whether items on one side only may be left out.
-        resized: FQNs of tensors whose number of rows may differ. The rows that both sides have are loaded.
+        resize: The tensors whose number of rows may differ.
         skipped: FQNs of wanted items that are not loaded. They only show what the others are.
         ignores_unexpected: Whether the checkpoint may have items that are not wanted.
 
@@ -164,7 +130,7 @@ def fit(
     """
     sizes = {item.fqn: item.size for item in wanted}
     saved_sizes = {fqn: entry.size for fqn, entry in manifest.tensors.items()} | dict.fromkeys(manifest.objects)
-    tables = _Tables.of(sizes, manifest, resized)
+    tables = _Tables.of(sizes, manifest, resize)
     pairing = pair(sizes, saved_sizes, {item.name for item in wanted} | set(tables.fqns))
     missing = set(sizes) - set(saved_sizes) - set(pairing.renamed) - set(skipped)
     unexpected = set(saved_sizes) - set(sizes) - set(pairing.renamed.values())
@@ -178,22 +144,25 @@ def fit(
         mismatches.missing += map(repr, sorted((missing & left_out) - quantized))
         mismatches.unexpected += map(repr, () if ignores_unexpected else sorted(unexpected & left_out))
     sources: dict[str, SavedItem] = {}
-    reshaped = {}
+    reshaped, mapped_rows = {}, {}
     loaded = [item for item in wanted if item.fqn not in missing and item.fqn not in skipped]
     for item in sorted(loaded, key=lambda item: item.fqn):
         origin = pairing.renamed.get(item.fqn, item.fqn)
         entry = manifest.tensors.get(origin)
-        source = _source(item, origin, entry, tables) or _resized_source(item, origin, entry, tables, resized)
-        _compare(item, entry, source, mismatches)
+        row_map = resize.row_maps.get(item.fqn)
+        if row_map is None or _is_count(item, origin, entry):
+            source = _source(item, origin, entry, tables) or _resized_source(item, origin, entry, tables, resize.fqns)
+        elif (source := _mapped_source(item, origin, entry, tables, resize)) is not None:
+            mapped_rows[item.fqn] = row_map.num_loaded
+        _compare(item, entry, source, row_map, mismatches)
         sources[item.fqn] = source or SavedItem(origin)
         if entry is not None and item.size is not None and item.size != entry.size:
             reshaped[item.fqn] = (entry.size, item.size)
     lines = list(_lines(mismatches))
     if lines:
         raise StateMismatchError("\n".join([f"the state dict does not fit {url}:", *lines]))
-    report = LoadReport(
-        url, tuple(sources), tuple(sorted(missing)), tuple(sorted(unexpected)), reshaped, pairing.renamed
-    )
+    left = tuple(sorted(missing)), tuple(sorted(unexpected))
+    report = LoadReport(url, tuple(sources), *left, reshaped, mapped_rows, pairing.renamed)
     return Fit(report, sources, left_out)
 
 
@@ -204,8 +173,8 @@ class _Tables:
     Attributes:
         sizes: Sizes by FQN.
         fqns: FQNs by the table's name in the model; there are several if a state dict contains several models.
-        fitting: FQNs of tables that are wanted in the saved size. Their shards can place row-wise state.
-        resized: FQNs of tables that are wanted with another number of rows, as the caller allows.
+        fitting: FQNs of tables that are wanted with the saved rows. Their shards can place row-wise state.
+        resized: FQNs of tables that are wanted with other rows, as the caller allows.
         others: FQNs of further tables that are wanted in another size; their row-wise state cannot be placed.
         wanted_rows: The wanted number of rows of each tensor, as a size of one dimension.
     """
@@ -218,13 +187,13 @@ class _Tables:
     wanted_rows: Mapping[str, Size]
 
     @classmethod
-    def of(cls, wanted: Mapping[str, Size | None], manifest: Manifest, resized: Collection[str]) -> "_Tables":
+    def of(cls, wanted: Mapping[str, Size | None], manifest: Manifest, resize: Resize) -> "_Tables":
         sizes = {fqn: entry.size for fqn, entry in manifest.tensors.items() if entry.is_table}
         fqns: dict[str, set[str]] = defaultdict(set)
         for fqn in sizes:
             fqns[str(manifest.paths.get(fqn, (fqn,))[-1])].add(fqn)
-        fitting = {fqn for fqn, size in sizes.items() if wanted.get(fqn) == size}
-        widths = {fqn: size[1:] for fqn, size in wanted.items() if size is not None and fqn in resized}
+        fitting = {fqn for fqn, size in sizes.items() if wanted.get(fqn) == size and fqn not in resize.row_maps}
+        widths = {fqn: size[1:] for fqn, size in wanted.items() if size is not None and fqn in resize.fqns}
         rows = {fqn: size[:1] for fqn, size in wanted.items() if size}
         may_differ = {fqn for fqn, size in sizes.items() if widths.get(fqn) == size[1:]} - fitting
         return cls(sizes, fqns, fitting, may_differ, (sizes.keys() & wanted.keys()) - fitting - may_differ, rows)
@@ -240,7 +209,7 @@ def _source(item: Wanted, saved_fqn: str, entry: TensorEntry | None, tables: _Ta
     """Return the source of an item, or None if its size differs from the saved one."""
     if entry is None or item.size is None:
         return SavedItem(saved_fqn)
-    if item.size != entry.size and len(item.size) <= 1 and len(entry.size) <= 1 and is_count(item.fqn, saved_fqn):
+    if item.size != entry.size and _is_count(item, saved_fqn, entry):
         return SavedItem(saved_fqn, ValueLayout())
     if entry.table in tables.fitting and len(item.size) == 1:
         # The size of row-wise state depends on its table's sharding, so the table's shard regions place it.
@@ -259,6 +228,33 @@ def _source(item: Wanted, saved_fqn: str, entry: TensorEntry | None, tables: _Ta
         if item.size[0] == num_rows:
             return SavedItem(saved_fqn, RowsLayout(num_cols=num_cols))
     return SavedItem(saved_fqn) if item.size == entry.size else None
+
+
+def _is_count(item: Wanted, saved_fqn: str, entry: TensorEntry | None) -> bool:
+    """Return whether an item is a count of steps."""
+    sizes = [] if entry is None or item.size is None else [item.size, entry.size]
+    return all(len(size) <= 1 for size in sizes) and is_count(item.fqn, saved_fqn)
+
+
+def _mapped_source(
+    item: Wanted, saved_fqn: str, entry: TensorEntry | None, tables: _Tables, resize: Resize
+) -> SavedItem | None:
+    """Return the source of an item that has a row map; None if the map does not fit it."""
+    row_map = resize.row_maps[item.fqn]
+    if entry is None or not item.size or not entry.size or item.dtype == QUANTIZED:
+        return None
+    table = entry.table
+    wanted_rows = tables.wanted_rows.get(item.fqn if table is None else table)
+    num_saved = entry.size[0] if table is None else tables.sizes[table][0]
+    if wanted_rows != (row_map.num_rows,) or row_map.num_saved > num_saved:
+        return None
+    if table is not None:
+        fits = resize.row_maps.get(table) == row_map and _is_row_wise(item.size)
+    elif len(item.size) == 1 and StateName.parse(item.fqn) is not None:
+        fits = _is_one_shard(item, entry, tables)
+    else:
+        fits = item.size[1:] == entry.size[1:]
+    return SavedItem(saved_fqn, MappedLayout(row_map, table, item.fqn in resize.renumbered)) if fits else None
 
 
 def _resized_source(
@@ -292,13 +288,20 @@ def _is_row_wise(size: Size) -> bool:
     return len(size) == 1 or (len(size) == 2 and size[1] == 1)
 
 
-def _compare(item: Wanted, entry: TensorEntry | None, source: SavedItem | None, mismatches: _Mismatches) -> None:
+def _compare(
+    item: Wanted,
+    entry: TensorEntry | None,
+    source: SavedItem | None,
+    row_map: RowMap | None,
+    mismatches: _Mismatches,
+) -> None:
     if (entry is None) != (item.size is None):
         side = "the state dict" if entry is None else "the checkpoint"
         mismatches.kinds.append(f"{item.fqn!r} (in {side})")
     elif entry is not None and item.size is not None:
         if source is None:
-            mismatches.sizes.append(f"{item.fqn!r} (saved {list(entry.size)}, wanted {list(item.size)})")
+            of_map = f", map of {row_map.num_rows} from {row_map.num_saved} saved rows" if row_map is not None else ""
+            mismatches.sizes.append(f"{item.fqn!r} (saved {list(entry.size)}, wanted {list(item.size)}{of_map})")
         is_taken = item.dtype == entry.dtype or (item.dtype == QUANTIZED and DTYPES[entry.dtype].is_floating_point)
         if not is_taken and (source is None or not source.layout.converts):
             mismatches.dtypes.append(f"{item.fqn!r} (saved {entry.dtype}, wanted {item.dtype})")

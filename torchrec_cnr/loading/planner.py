@@ -34,8 +34,10 @@ from torchrec_cnr.format.manifest import CheckpointRef
 from torchrec_cnr.format.safe_pickle import unpickling_error
 from torchrec_cnr.human_text import given_text
 from torchrec_cnr.lineage.checkpoint import Lineage
-from torchrec_cnr.loading.fitting import Fit, LoadReport, Wanted, saved_by_others
+from torchrec_cnr.loading.fitting import Fit, Wanted, saved_by_others
+from torchrec_cnr.loading.load_report import LoadReport
 from torchrec_cnr.loading.read_items import LoadMetadata, SameLayout, SavedItem, TargetTables
+from torchrec_cnr.loading.row_maps import checked_resize
 from torchrec_cnr.loading.warm_start import WarmStart
 from torchrec_cnr.sharding import ShardKey, local_shards, memory_key
 from torchrec_cnr.storage.fences import restored_from
@@ -93,7 +95,8 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         rename: For a warm start of another model: patterns of FQNs in the state dict, and the FQNs in the checkpoint.
             A pattern may contain ``*``, and its value as many of them, which stand for the same texts.
         resize: Patterns of tensors in the state dict that may have more or fewer rows than the saved ones: tables, and
-            their optimizer state. The rows that both have are loaded, and further rows keep their values.
+            their optimizer state. The rows that both have are loaded, and further rows keep their values. It can also be
+            a mapping of such patterns to row maps: int64 [rows], the saved row of each row, or -1 for none.
         only: Patterns of what is loaded. All else in the state dict keeps its values, and the checkpoint may have more.
             After a load with any of these three, the next save is a baseline.
 
@@ -117,7 +120,7 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         inference: TargetTables | None = None,
         allow_partial_load: bool = False,
         rename: Mapping[str, str] | None = None,
-        resize: Sequence[str] | None = None,
+        resize: Sequence[str] | Mapping[str, Tensor | None] | None = None,
         only: Sequence[str] | None = None,
     ) -> None:
         super().__init__(allow_partial_load=allow_partial_load)
@@ -126,7 +129,8 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         if tracker is not None and inference is not None:
             raise ConfigurationError("a quantized model is not trained: load it without a tracker, in a separate load")
         self._tracker = tracker
-        self._warm_start = WarmStart.of(rename, resize, only)
+        patterns, self._row_maps = checked_resize(resize)
+        self._warm_start = WarmStart.of(rename, patterns, only)
         self._loading: LoadMetadata | None = None
         self._decision: _Decision | None = None
         self._inference = TargetTables(()) if inference is None else inference
@@ -163,7 +167,7 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         self._decision = self._report = None
         if not isinstance(metadata, LoadMetadata):
             raise ConfigurationError("CNRLoadPlanner needs a CNRStorageReader; pass one as storage_reader")
-        self._loading = metadata
+        self._loading = replace(metadata, row_maps=self._row_maps)
 
     def create_local_plan(self) -> LoadPlan:
         """Report to the coordinator what this rank wants."""

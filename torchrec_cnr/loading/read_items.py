@@ -6,7 +6,7 @@ checkpoint to merge for these.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -27,16 +27,23 @@ from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import DTYPES, TensorEntry
 from torchrec_cnr.human_text import count_text
 from torchrec_cnr.lineage.checkpoint import Lineage
+from torchrec_cnr.loading.row_maps import RowMap
 from torchrec_cnr.quantization.fbgemm_rows import InferenceRow
-from torchrec_cnr.reading.regions import LineageTensor, Region
+from torchrec_cnr.reading.regions import LineageTensor, MappedRegion, Region, TensorRegion
 from torchrec_cnr.sharding import LocalShard, dtype_name, local_shards, memory_key
 
 
 @dataclass
 class LoadMetadata(Metadata):
-    """The reader's metadata, with the checkpoint chain from which it was read."""
+    """The reader's metadata.
+
+    Attributes:
+        lineage: The checkpoint chain from which it was read.
+        row_maps: The tensors of a warm start's row maps, int64 [rows], by their digests.
+    """
 
     lineage: Lineage | None = None
+    row_maps: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, lineage: Lineage) -> "LoadMetadata":
@@ -159,9 +166,7 @@ class RowsLayout:
         """Return one read for each local shard that has rows."""
         shards = local_shards(state_dict[fqn])
         items: list[ReadItem] = []
-        for index, (shard, table_box) in enumerate(
-            zip(shards, self._table_boxes(fqn, shards, state_dict), strict=True)
-        ):
+        for index, (shard, table_box) in enumerate(zip(shards, self._boxes(fqn, shards, state_dict), strict=True)):
             num_rows = self._num_saved(table_box)
             if num_rows > 0:
                 wanted_box, place = _first_rows(table_box, num_rows), _first_rows(shard.box, num_rows)
@@ -173,23 +178,83 @@ class RowsLayout:
         most = table_box.num_rows if self.max_rows is None else self.max_rows - table_box.offsets[0]
         return min(table_box.num_rows, most)
 
-    def _table_boxes(self, fqn: str, shards: Sequence[LocalShard], state_dict: Mapping[str, Any]) -> list[Box]:
+    def _boxes(self, fqn: str, shards: Sequence[LocalShard], state_dict: Mapping[str, Any]) -> list[Box]:
         """Return the region of the table that each shard of its row-wise state belongs to."""
         if self.table is None:
             return [Box((shard.box.offsets[0], 0), (shard.box.num_rows, self.num_cols)) for shard in shards]
-        # The i-th local shard belongs to the i-th local shard of the table; a rank without shards may lack the table.
-        boxes = [shard.box for shard in local_shards(state_dict.get(self.table))]
-        if [shard.box.num_rows for shard in shards] != [box.num_rows for box in boxes] and shards:
-            raise StateMismatchError(f"{fqn!r} is not sharded as its table {self.table!r} is in the state dict")
-        return boxes[: len(shards)]
+        return _table_boxes(fqn, self.table, shards, state_dict)
 
     def regions(self, tensor: LineageTensor, box: Box, target: Tensor) -> list[Region]:
         """Return the region for the box, in the table's indices."""
-        return [tensor.rows_region(box, target if target.dim() == 1 else target[:, 0])]
+        return [tensor.rows_region(box, _row_values(target))]
+
+
+def _row_values(target: Tensor) -> Tensor:
+    """Return row-wise state [rows] or [rows, 1] as [rows]."""
+    return target if target.dim() == 1 else target[:, 0]
+
+
+def _table_boxes(fqn: str, table: str, shards: Sequence[LocalShard], state_dict: Mapping[str, Any]) -> list[Box]:
+    """Return the regions of a table that the local shards of its row-wise state belong to.
+
+    Raises:
+        StateMismatchError: The state is not sharded as its table is.
+    """
+    # The i-th local shard belongs to the i-th local shard of the table; a rank without shards may lack the table.
+    boxes = [shard.box for shard in local_shards(state_dict.get(table))]
+    if [shard.box.num_rows for shard in shards] != [box.num_rows for box in boxes] and shards:
+        raise StateMismatchError(f"{fqn!r} is not sharded as its table {table!r} is in the state dict")
+    return boxes[: len(shards)]
 
 
 def _first_rows(box: Box, num_rows: int) -> Box:
     return Box(box.offsets, (num_rows, *box.sizes[1:]))
+
+
+@dataclass(frozen=True)
+class MappedLayout:
+    """The layout for rows that a row map assigns to others.
+
+    Attributes:
+        row_map: The map.
+        table: FQN of the table whose shards determine the rows of the item's shards, for row-wise state; None if the
+            item's own regions do.
+        renumbers: Whether the values are row numbers, to which the map applies as well.
+        given: On this rank, the tensor of the map, if a user gave one.
+    """
+
+    row_map: RowMap
+    table: str | None = None
+    renumbers: bool = False
+    given: Tensor | None = field(default=None, compare=False, repr=False)
+    converts: ClassVar[bool] = False
+
+    def read_items(
+        self, fqn: str, saved_fqn: str, state_dict: Mapping[str, Any], metadata: LoadMetadata
+    ) -> list[ReadItem]:
+        """Return one read for each local shard into which a saved row is loaded."""
+        layout = replace(self, given=metadata.row_maps.get(self.row_map.digest))
+        shards = local_shards(state_dict[fqn])
+        boxes = _table_boxes(fqn, self.table, shards, state_dict) if self.table else [shard.box for shard in shards]
+        return [
+            LayoutReadItem.of(layout, box, fqn, saved_fqn, index, shard.box)
+            for index, (shard, box) in enumerate(zip(shards, boxes, strict=True))
+            if (layout.saved_rows(box) >= 0).any()
+        ]
+
+    def regions(self, tensor: LineageTensor, box: Box, target: Tensor) -> list[Region]:
+        """Return one region for all saved rows of a shard, whose own rows are those of ``box``."""
+        inner_box = Box((0, *box.offsets[1:]), box.sizes)
+        inner: Region
+        if self.table is None:
+            inner = TensorRegion(tensor.fqn, inner_box, target)
+        else:
+            inner = tensor.rows_region(inner_box, _row_values(target))
+        return [MappedRegion.of(inner, self.saved_rows(box), box.offsets[0], target if self.renumbers else None)]
+
+    def saved_rows(self, box: Box) -> Tensor:
+        """Return the saved rows of a shard's rows, int64 [rows of the box], -1 for none."""
+        return self.row_map.saved_rows(range(box.offsets[0], box.offsets[0] + box.num_rows), self.given)
 
 
 @dataclass(frozen=True)
@@ -250,7 +315,7 @@ class SavedItem:
     def under(self, fqns: Mapping[str, str]) -> "SavedItem":
         """Return the source for a state dict in which tables have other names, by saved FQN."""
         layout = self.layout
-        if not isinstance(layout, RowsLayout) or layout.table is None:
+        if not isinstance(layout, RowsLayout | MappedLayout) or layout.table is None:
             return self
         return replace(self, layout=replace(layout, table=fqns.get(layout.table, layout.table)))
 

@@ -13,8 +13,11 @@ from fnmatch import fnmatchcase
 from torchrec_cnr.arguments import check_patterns, check_type
 from torchrec_cnr.errors import ConfigurationError, StateMismatchError
 from torchrec_cnr.format.manifest import Manifest
-from torchrec_cnr.loading.fitting import Fit, Wanted, fit, listed
-from torchrec_cnr.loading.optimizer_state import StateName, weight_of
+from torchrec_cnr.loading.fitting import Fit, Resize, Wanted, fit
+from torchrec_cnr.loading.id_maps import carried_ids
+from torchrec_cnr.loading.load_report import listed
+from torchrec_cnr.loading.optimizer_state import StateName, is_count, weight_of
+from torchrec_cnr.loading.row_maps import RowMap
 
 _UNUSED = "  {} {!r}: nothing that is loaded has such a name"
 
@@ -26,25 +29,28 @@ class WarmStart:
     Attributes:
         rename: Pairs of a pattern of FQNs in the state dict, and the saved FQN. Each ``*`` of the pattern stands for
             any text, and the ``*`` of the saved FQN, as many of them, stand for the same texts.
-        resize: Patterns of tensors that may have more or fewer rows than the saved ones.
+        resize: Patterns of tensors that may have other rows than the saved ones, and their row maps. Without a map, the
+            rows that both have are loaded.
         only: Patterns of what is loaded; None for everything.
     """
 
     rename: tuple[tuple[str, str], ...] = ()
-    resize: tuple[str, ...] = ()
+    resize: tuple[tuple[str, RowMap | None], ...] = ()
     only: tuple[str, ...] | None = None
 
     @classmethod
     def of(
-        cls, rename: Mapping[str, str] | None, resize: Sequence[str] | None, only: Sequence[str] | None
+        cls,
+        rename: Mapping[str, str] | None,
+        resize: tuple[tuple[str, RowMap | None], ...],
+        only: Sequence[str] | None,
     ) -> "WarmStart":
-        """Return the rules of a planner's arguments.
+        """Return the rules of a planner's arguments, of which ``resize`` was checked.
 
         Raises:
             ConfigurationError: An argument is invalid.
         """
         check_type("rename", rename, (Mapping, type(None)), "a mapping of patterns to saved FQNs")
-        check_patterns("resize", resize)
         check_patterns("only", only)
         for pattern, saved in (rename or {}).items():
             for text in (pattern, saved):
@@ -52,7 +58,7 @@ class WarmStart:
             if pattern.count("*") != saved.count("*"):
                 raise ConfigurationError(f"'rename' needs as many '*' in {saved!r} as in {pattern!r}")
         pairs = tuple(sorted((rename or {}).items()))
-        return cls(pairs, tuple(sorted(resize or ())), None if only is None else tuple(sorted(only)))
+        return cls(pairs, resize, None if only is None else tuple(sorted(only)))
 
     def __bool__(self) -> bool:
         return self != WarmStart()
@@ -82,23 +88,29 @@ class WarmStart:
         loaded = [fqn for fqn in fqns if fqn in of_ranks or self.loads(fqn)]
         saved_fqns, problems = self._renamed(loaded, manifest)
         problems += _moved_state({item.fqn: item for item in wanted}, loaded, saved_fqns, manifest)
-        problems += self._unused([*fqns, *ranked], [*loaded, *ranked])
+        row_maps, of_maps = self._row_maps(loaded)
+        problems += [*of_maps, *self._unused([*fqns, *ranked], [*loaded, *ranked])]
+        named = [
+            _named(item, saved_fqns, manifest)
+            for item in wanted
+            if item.fqn in saved_fqns or item.fqn not in saved_fqns.values()
+        ]
+        unloaded = set(fqns) - set(loaded) - set(saved_fqns.values())
+        by_saved_fqn = {saved_fqns.get(fqn, fqn): row_map for fqn, row_map in row_maps.items()}
+        resize, kept, of_ids = _resize(named, by_saved_fqn, unloaded, manifest)
+        problems += of_ids
         if problems:
             raise StateMismatchError("\n".join([f"the warm start does not fit {url}:", *problems]))
-        skipped = sorted(set(fqns) - set(loaded))
         fitted = fit(
-            [
-                _named(item, saved_fqns, manifest)
-                for item in wanted
-                if item.fqn in saved_fqns or item.fqn not in saved_fqns.values()
-            ],
+            named,
             manifest,
             url,
             allow_partial=allow_partial,
-            resized={saved_fqns.get(fqn, fqn) for fqn in loaded if _matches(fqn, self.resize)},
-            skipped=set(skipped) - set(saved_fqns.values()),
+            resize=resize,
+            skipped=unloaded | kept,
             ignores_unexpected=self.only is not None,
         )
+        skipped = sorted(fqn for fqn in fqns if fqn not in loaded or saved_fqns.get(fqn, fqn) in kept)
         return _named_back(fitted, {saved: fqn for fqn, saved in saved_fqns.items()}, skipped)
 
     def loads(self, fqn: str) -> bool:
@@ -136,9 +148,26 @@ class WarmStart:
         problems += [_UNUSED.format("rename", pattern) for pattern, _ in self.rename if pattern not in used]
         return saved_fqns, problems
 
+    def _row_maps(self, fqns: Sequence[str]) -> tuple[dict[str, RowMap | None], list[str]]:
+        """Return the row maps of what is resized, None for those without one; and what is wrong with them."""
+        rules: dict[str, dict[str, RowMap | None]] = defaultdict(dict)
+        for pattern, row_map in self.resize:
+            for fqn in fqns:
+                if fnmatchcase(fqn, pattern):
+                    rules[fqn][pattern] = row_map
+        problems = [
+            f"  {fqn!r} has different row maps by {' and by '.join(map(repr, of))}"
+            for fqn, of in rules.items()
+            if len(set(of.values())) > 1
+        ]
+        return {fqn: next(iter(of.values())) for fqn, of in rules.items()}, problems
+
     def _unused(self, fqns: Sequence[str], loaded: Sequence[str]) -> Iterator[str]:
         """Yield the patterns that match nothing."""
-        for name, patterns, names in (("resize", self.resize, loaded), ("only", self.only or (), fqns)):
+        for name, patterns, names in (
+            ("resize", [pattern for pattern, _ in self.resize], loaded),
+            ("only", self.only or (), fqns),
+        ):
             for pattern in patterns:
                 if not any(fnmatchcase(fqn, pattern) for fqn in names):
                     yield _UNUSED.format(name, pattern)
@@ -161,6 +190,27 @@ def _moved_state(
         table = wanted.get(fqns.get(entry.table, ""))
         if table is None or weight_of(state.key, {table.name}) != table.name:
             yield f"  {fqn!r} and the table that the saved state belongs to, {entry.table!r}: rename both, or neither"
+
+
+def _resize(
+    wanted: Collection[Wanted], row_maps: Mapping[str, RowMap | None], skipped: Collection[str], manifest: Manifest
+) -> tuple[Resize, set[str], list[str]]:
+    """Return what is resized, what of it keeps its values, and what is wrong with it; all by saved FQN."""
+    sizes = {item.fqn: item.size for item in wanted if item.fqn not in skipped}
+    given = {fqn: row_map for fqn, row_map in row_maps.items() if row_map is not None}
+    ids = carried_ids(sizes, {item.fqn: item.first_rows for item in wanted}, row_maps.keys(), given.keys(), manifest)
+    by_fqn = {**given, **ids.row_maps}
+    tables: dict[str, list[str]] = defaultdict(list)
+    for item in wanted:
+        tables[item.name].append(item.fqn)
+    apart = []
+    for fqn, size in sizes.items():
+        state = StateName.parse(fqn)
+        of_state = [] if state is None else tables.get(weight_of(state.key, tables), [])
+        is_value = not size or is_count(fqn, fqn)
+        if not is_value and all(by_fqn.get(table) != by_fqn.get(fqn) for table in of_state if table in sizes):
+            apart += [f"  {fqn!r} and its table {table!r}: give both the same row map" for table in of_state[:1]]
+    return Resize(row_maps.keys(), by_fqn, ids.renumbered), ids.kept, [*ids.problems, *apart]
 
 
 def _matches(fqn: str, patterns: Sequence[str]) -> bool:
@@ -187,6 +237,7 @@ def _named_back(fitted: Fit, fqns: Mapping[str, str], skipped: Sequence[str]) ->
             loaded=tuple(sorted(sources)),
             missing=tuple(sorted(fqns.get(fqn, fqn) for fqn in report.missing)),
             reshaped={fqns.get(fqn, fqn): sizes for fqn, sizes in report.reshaped.items()},
+            mapped_rows={fqns.get(fqn, fqn): num_rows for fqn, num_rows in report.mapped_rows.items()},
             renamed={**{fqn: saved for saved, fqn in fqns.items()}, **renamed},
             skipped=tuple(skipped),
         ),

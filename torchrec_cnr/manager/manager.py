@@ -22,7 +22,7 @@ from torchrec_cnr.arguments import check_count, check_secs, check_type
 from torchrec_cnr.errors import CheckpointExistsError, CNRError, ConfigurationError, SaveError, StoreError
 from torchrec_cnr.human_text import url_text
 from torchrec_cnr.lineage.checkpoint import read_checkpoint
-from torchrec_cnr.loading.fitting import LoadReport
+from torchrec_cnr.loading.load_report import LoadReport
 from torchrec_cnr.maintenance.background_upkeep import Upkeep
 from torchrec_cnr.maintenance.pruning.retention import Keep, check_keep
 from torchrec_cnr.manager.background import Background, check_background

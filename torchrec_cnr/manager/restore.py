@@ -25,7 +25,7 @@ from torchrec_cnr.errors import (
 from torchrec_cnr.lineage.abandoned import mark_of
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_checkpoint
 from torchrec_cnr.lineage.latest import newest_first, refuse_file
-from torchrec_cnr.loading.fitting import LoadReport
+from torchrec_cnr.loading.load_report import LoadReport
 from torchrec_cnr.loading.planner import CNRLoadPlanner
 from torchrec_cnr.loading.reader import CNRStorageReader
 from torchrec_cnr.progress import Progress

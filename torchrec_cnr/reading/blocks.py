@@ -103,7 +103,7 @@ class Block:
         """Decode rows directly into a target. Only codes and row numbers are copied to the target's device.
 
         Args:
-            positions: int64 [k], increasing, or a slice: positions of the rows in the block.
+            positions: int64 [k], or a slice: positions of the rows in the block.
             first_col: The block's column that becomes the target's first column.
             target: [num_rows, num_cols] with contiguous rows; written to.
             rows: int64 [k], or a slice: the rows of the target to write to.
@@ -124,20 +124,22 @@ class Block:
         """Return the exact rows among some rows of the block.
 
         Args:
-            positions: int64 [k], k >= 1, increasing: positions of the rows in the block.
+            positions: int64 [k]: positions of the rows in the block, in any order, and possibly several times.
 
         Returns:
             The indices of exact rows in ``positions``, int64 [m], and their values, [m, num_cols].
         """
-        indices = torch.searchsorted(positions, self.exact_positions).clamp_(max=len(positions) - 1)
-        is_among = positions[indices] == self.exact_positions
-        return indices[is_among], self.exact_values[is_among]
+        if not len(self.exact_positions):
+            return positions.new_empty(0), self.exact_values
+        numbers = torch.searchsorted(self.exact_positions, positions).clamp_(max=len(self.exact_positions) - 1)
+        indices = (self.exact_positions[numbers] == positions).nonzero().squeeze(1)
+        return indices, self.exact_values[numbers[indices]]
 
     def part(self, positions: Tensor, placed: PlacedRows) -> "Block":
         """Return some of the rows as a new block.
 
         Args:
-            positions: int64 [k], k >= 1, increasing: positions of the rows in the block.
+            positions: int64 [k]: positions of the rows in the block, in any order, and possibly several times.
             placed: The numbers of these rows.
         """
         exact_positions, exact_values = self.exact_rows(positions)

@@ -19,7 +19,7 @@ from torchrec_cnr.format.manifest import DTYPES, Shard, TensorEntry
 from torchrec_cnr.lineage.checkpoint import Lineage
 from torchrec_cnr.quantization import NoQuantization, fused_bits
 from torchrec_cnr.quantization.fbgemm_rows import InferenceRow
-from torchrec_cnr.reading.blocks import Block, row_numbers
+from torchrec_cnr.reading.blocks import Block, PlacedRows, row_numbers
 
 FLOAT_BYTES = 64 << 20  # bytes of rows that are assembled at a time
 _CHUNK_BYTES = 8 << 20  # bytes of assembled rows that are quantized at a time
@@ -94,7 +94,7 @@ class RowStateRegion(Region):
 
     def __post_init__(self) -> None:
         num_ranges = len(self.bounds) - 1
-        self.ranges = self.target[:, None] if num_ranges == 1 else self.target.new_zeros(len(self.target), num_ranges)
+        self.ranges = self.target[:, None] if num_ranges == 1 else self.target[:, None].repeat(1, num_ranges)
 
     def write(self, block: Block) -> None:
         """Overwrite the column ranges that the block's shard has."""
@@ -118,6 +118,63 @@ class RowStateRegion(Region):
             self.target.copy_((self.ranges * widths).sum(1) / widths.sum())
             are_equal = (self.ranges == self.ranges[:, :1]).all(1)  # their mean may be rounded, unlike the value itself
             self.target.copy_(torch.where(are_equal, self.ranges[:, 0], self.target))
+
+
+@dataclass(eq=False)
+class MappedRegion(Region):
+    """A region whose rows go to other rows of a target. Rows of the target without a saved row keep their values.
+
+    Attributes:
+        target: The region of the target, whose rows begin at 0.
+        saved_rows: int64 [n], n >= 1, increasing: saved rows, in the indices of the tensor or table. One saved row can
+            be there several times.
+        target_rows: int64 [n], the row of the target that each of them is loaded into.
+        moved: The target's values, if these are row numbers. They are moved as far as their rows.
+        first_row: The number of the target's first row, for ``moved``.
+    """
+
+    target: Region
+    saved_rows: Tensor
+    target_rows: Tensor
+    moved: Tensor | None
+    first_row: int
+
+    @classmethod
+    def of(cls, target: Region, saved_rows: Tensor, first_row: int = 0, moved: Tensor | None = None) -> "MappedRegion":
+        """Return the region that fills a target.
+
+        Args:
+            target, first_row, moved: See the class.
+            saved_rows: int64 [rows of the target]: the saved row of each, or -1; at least one is not -1.
+        """
+        target_rows = (saved_rows >= 0).nonzero().squeeze(1)
+        saved_rows, order = saved_rows[target_rows].sort(stable=True)
+        first_saved, num_rows = int(saved_rows[0]), int(saved_rows[-1] - saved_rows[0]) + 1
+        box = Box((first_saved, *target.box.offsets[1:]), (num_rows, *target.box.sizes[1:]))
+        return cls(target.fqn, box, target, saved_rows, target_rows[order], moved, first_row)
+
+    def write(self, block: Block) -> None:
+        """Write those of the block's rows that are loaded, as rows of the target."""
+        numbers = block.rows.numbers
+        first = block.box.offsets[0] + (block.rows.first if numbers is None else 0)
+        num_rows = block.rows.num_rows if numbers is None else int(numbers[-1]) + 1
+        start, stop = torch.searchsorted(self.saved_rows, torch.tensor([first, first + num_rows])).tolist()
+        positions, target_rows = self.saved_rows[start:stop] - first, self.target_rows[start:stop]
+        if numbers is not None:
+            wanted, positions = positions, torch.searchsorted(numbers, positions)
+            is_there = numbers[positions] == wanted
+            positions, target_rows = positions[is_there], target_rows[is_there]
+        if len(positions):
+            box = Box((0, *block.box.offsets[1:]), (self.target.box.num_rows, *block.box.sizes[1:]))
+            self.target.write(block.part(positions, PlacedRows(box, 0, len(positions), target_rows)))
+
+    def finish(self) -> None:
+        """Complete the target, and move row numbers."""
+        self.target.finish()
+        if self.moved is not None:
+            distances = self.target_rows + self.first_row - self.saved_rows
+            device = self.moved.device
+            self.moved.index_add_(0, self.target_rows.to(device), distances.to(self.moved))
 
 
 @dataclass(eq=False)

@@ -11,7 +11,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torchrec_cnr.errors import StateMismatchError
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.lineage.checkpoint import Checkpoint
-from torchrec_cnr.loading.fitting import Wanted, fit, listed
+from torchrec_cnr.loading.fitting import Wanted, fit
+from torchrec_cnr.loading.load_report import listed
 from torchrec_cnr.loading.read_items import SameLayout, TargetTables
 from torchrec_cnr.loading.torchrec_inference import quantized_tables
 from torchrec_cnr.quantization.fbgemm_rows import InferenceRow
