@@ -5,9 +5,12 @@ one load in order.
 
 - ``planner``: ``CNRLoadPlanner``, DCP's load planner: strict by default, and restores the tracker after a load.
 - ``reader``: ``CNRStorageReader``, DCP's storage reader: reads and verifies a whole checkpoint chain.
-- ``fitting``: decides, once for all ranks, what of the checkpoint is loaded into what, and reports it as
-  ``LoadReport``; also the names of objects that every rank has one of, such as data loader state.
+- ``fitting``: decides, once for all ranks, what of the checkpoint is loaded into what; also the names of objects that
+  every rank has one of, such as data loader state.
+- ``load_report``: ``LoadReport``: what a load did with every name.
 - ``warm_start``: fits a checkpoint to another model, by rules for names and sizes.
+- ``row_maps``: from which saved row each row of a resized table is loaded.
+- ``id_maps``: carries the ids of managed collisions over to tables with more rows.
 - ``optimizer_state``: pairs optimizer state that has other names because the sharding of its table changed.
 - ``read_items``: layouts, which convert what was saved to what is wanted; the reads that fill a rank's local shards, as
   items of DCP's load plan; and the regions of the checkpoint chain that each item needs.

@@ -95,8 +95,8 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         rename: For a warm start of another model: patterns of FQNs in the state dict, and the FQNs in the checkpoint.
             A pattern may contain ``*``, and its value as many of them, which stand for the same texts.
         resize: Patterns of tensors in the state dict that may have more or fewer rows than the saved ones: tables, and
-            their optimizer state. The rows that both have are loaded, and further rows keep their values. It can also be
-            a mapping of such patterns to row maps: int64 [rows], the saved row of each row, or -1 for none.
+            their optimizer state. The rows that both have are loaded, and further rows keep their values. It can be a
+            mapping of such patterns to row maps: int64 [rows], the saved row of each row, or -1 for none.
         only: Patterns of what is loaded. All else in the state dict keeps its values, and the checkpoint may have more.
             After a load with any of these three, the next save is a baseline.
 

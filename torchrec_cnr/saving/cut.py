@@ -249,6 +249,7 @@ class Cuts:
             self._resolve_last_save(timeout_secs)
             if self.tracker.head is not self._head:  # after a restore, no tensor of the state was saved yet
                 self._states.clear()
+            self.tracker.check_model()
             items = self._find(live)
             wait_for_devices(live.values())  # training may have written to them and marked their rows in any stream
             with self._before_and_after_training():

@@ -374,7 +374,7 @@ def _tracker_of(live: Mapping[str, Any]) -> TrackedRows | None:
     """Return the tracker whose tables are in a state dict; None if no such tracker has a planner.
 
     Raises:
-        ConfigurationError: There are several.
+        ConfigurationError: There are several, or the model was sharded anew.
     """
     planned_trackers = trackers.planned_for(shard.tensor for value in live.values() for shard in local_shards(value))
     if len(planned_trackers) > 1:
@@ -382,6 +382,8 @@ def _tracker_of(live: Mapping[str, Any]) -> TrackedRows | None:
             f"{len(planned_trackers)} trackers that have a planner track tables of this state dict, and dcp.async_save "
             "does not say which of them to use: close the others, or track all tables by one"
         )
+    for tracker in () if planned_trackers else trackers.planned():
+        tracker.check_model()
     return planned_trackers[0] if planned_trackers else None
 
 

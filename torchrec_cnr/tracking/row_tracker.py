@@ -1,6 +1,8 @@
 """The tracker: finds the tables of a model, and offers methods to mark writes that it cannot detect."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
@@ -14,8 +16,15 @@ from torchrec_cnr.lineage.checkpoint import Head
 from torchrec_cnr.tracking.hooks import Hooks, modules_below
 from torchrec_cnr.tracking.managed_collisions import IdMaps, track_evictions
 from torchrec_cnr.tracking.plain_tables import Aliases, track_plain
-from torchrec_cnr.tracking.replicas import track_replicas
-from torchrec_cnr.tracking.sharded_tables import device_caches, num_rows_of, sharded_collections, track_collection
+from torchrec_cnr.tracking.replicas import Replicas, track_replicas
+from torchrec_cnr.tracking.sharded_tables import (
+    ShardedCollection,
+    device_caches,
+    kernels_of,
+    num_rows_of,
+    sharded_collections,
+    track_collection,
+)
 from torchrec_cnr.tracking.torch_optim import OptimizerTables
 from torchrec_cnr.tracking.tracked_tables import TrackedRows, TrackedShard
 from torchrec_cnr.tracking.untracked_rows import ReferenceDigests
@@ -40,7 +49,8 @@ class RowTracker(TrackedRows):
     share, so all rows of these tables count as modified. Writes through ``.data``, by collectives such as
     ``dist.broadcast``, or by custom kernels cannot be detected; call ``mark`` after them.
 
-    A trainer uses ``num_modified``, ``mark``, ``mark_all``, ``forget`` and ``close``. The planners call all else.
+    A trainer uses ``num_modified``, ``mark``, ``mark_all``, ``forget``, ``rebind`` and ``close``. The planners call
+    all else.
 
     Args:
         model: The sharded model.
@@ -67,34 +77,48 @@ class RowTracker(TrackedRows):
 
     @_OUTSIDE_INFERENCE
     def __init__(self, model: nn.Module, *, verify_untracked: bool = False) -> None:
-        check_type("model", model, nn.Module, "a torch module")
-        self._id_maps = IdMaps(model)
-        self._hooks = Hooks()
         self._is_closed = False
-        self._num_rows: dict[str, int] = {}
-        self._device_caches: list[SplitTableBatchedEmbeddingBagsCodegen] = []
-        optimizer_tables = OptimizerTables()
-        sharded: list[TrackedShard] = []
-        for path, module in sharded_collections(model):
-            self._num_rows.update((f"{path}.{table}", num_rows) for table, num_rows in num_rows_of(module).items())
-            sharded += track_collection(path, module, self._hooks, optimizer_tables)
-            self._device_caches += device_caches(module)
-        track_evictions(model, self._hooks, sharded)
-        self._replicas = track_replicas(model, self._hooks, sharded)
-        plain = list(track_plain(model, self._hooks, optimizer_tables))
-        self._num_rows.update((shard.rows.name, shard.rows.box.num_rows) for shard in plain)
-        self._aliases = Aliases(model, plain)
-        shards = [*sharded, *plain]
-        self._has_tables_elsewhere = any(isinstance(module, _TOWERS) for _, module in modules_below(model))
-        if not shards and not self._num_rows and not self._has_tables_elsewhere:
-            raise ConfigurationError(f"{type(model).__name__} has no embedding table; track the sharded model")
-        super().__init__(shards)
-        self._check_shared()
-        self._references = ReferenceDigests(self.shards if verify_untracked else ())
-        self._stepped = optimizer_tables
-        if optimizer_tables:
-            optimizer_tables.watch()
-            self._hooks.add(optimizer_tables)
+        self._tables = _Tables.of(model, verify_untracked)
+        super().__init__(self._tables.shards)
+
+    @_OUTSIDE_INFERENCE
+    def rebind(self, model: nn.Module) -> None:
+        """Track the tables of a model that was sharded anew, such as by ``DistributedModelParallel.reshard``.
+
+        Collective: call on every rank, right after that, and before training goes on. The next save is a baseline.
+
+        Args:
+            model: The model, or another one that replaces it.
+
+        Raises:
+            ConfigurationError: The tracker was closed, or the model has no table, or one that cannot be tracked.
+
+        Examples:
+            >>> model.reshard(changed_plan)  # doctest: +SKIP
+            >>> tracker.rebind(model)
+            >>> tracker.num_modified
+            0
+        """
+        if self._is_closed:
+            raise ConfigurationError("the tracker was closed: make a new one")
+        tables = _Tables.of(model, self._tables.verifies_untracked)
+        self._tables.hooks.remove()
+        self._tables, self.shards = tables, tuple(tables.shards)
+        self.head = self.pending = None
+
+    def check_model(self) -> None:
+        """Check that the model's tables are those that are tracked.
+
+        Raises:
+            ConfigurationError: A module was sharded anew.
+        """
+        for path, module, kernels in self._tables.kernels:
+            if not self._is_closed and [*map(id, kernels_of(module))] != [*map(id, kernels)]:
+                raise ConfigurationError(
+                    f"the tables of {path!r} were sharded anew after the tracker was made, so it does not mark their "
+                    "rows: call tracker.rebind(model) after DistributedModelParallel.reshard, on every rank; the next "
+                    "save is then a baseline"
+                )
 
     def __repr__(self) -> str:
         num_tables = len({shard.rows.name for shard in self.shards})
@@ -111,7 +135,7 @@ class RowTracker(TrackedRows):
     @property
     def num_modified(self) -> int:
         """Number of rows marked on this rank since the last snapshot."""
-        return super().num_modified + (self._replicas.num_modified if self._replicas is not None else 0)
+        return super().num_modified + (self._tables.replicas.num_modified if self._tables.replicas is not None else 0)
 
     def mark(self, table: str, rows: Tensor) -> None:
         """Mark rows that something other than training has just modified.
@@ -161,13 +185,13 @@ class RowTracker(TrackedRows):
         """
         if self._is_closed:
             raise ConfigurationError("the tracker was closed, and has missed later modifications: make a new one")
-        self._check_shared()
-        self._aliases.find()
+        _check_shared(self.shards)
+        self._tables.aliases.find()
         self.check_writes()
         self._flush()
-        if self._replicas is not None:
-            self._replicas.before_cut()
-        self._references.check()
+        if self._tables.replicas is not None:
+            self._tables.replicas.before_cut()
+        self._tables.references.check()
         super().freeze()
 
     @_OUTSIDE_INFERENCE
@@ -186,18 +210,20 @@ class RowTracker(TrackedRows):
         Caches on devices are written back and emptied, so that they do not overwrite loaded rows later.
         """
         super().forget()
-        self._references.drop()
+        self._tables.references.drop()
         self._flush()
-        for kernel in self._device_caches:
+        for kernel in self._tables.device_caches:
             kernel.reset_cache_states()
 
     def _flush(self) -> None:
         """Write rows in device caches back to the tables in host memory. Their modifications are already marked."""
-        if not self._device_caches:
+        if not self._tables.device_caches:
             return
-        for kernel in self._device_caches:
+        for kernel in self._tables.device_caches:
             kernel.flush()
-        for device in {kernel.current_device for kernel in self._device_caches if kernel.lxu_cache_weights.is_cuda}:
+        for device in {
+            kernel.current_device for kernel in self._tables.device_caches if kernel.lxu_cache_weights.is_cuda
+        }:
             torch.cuda.synchronize(device)  # a save reads the rows in host memory
         for shard in self.shards:
             shard.accept_writes()
@@ -209,42 +235,126 @@ class RowTracker(TrackedRows):
         Raises:
             StateMismatchError: An id map cannot be divided as the ranks divide its table.
         """
-        self._id_maps.restored()
+        self._tables.id_maps.restored()
         super().restore(head)
-        if self._replicas is not None:
-            self._replicas.restored()
-        self._references.take()
+        if self._tables.replicas is not None:
+            self._tables.replicas.restored()
+        self._tables.references.take()
 
     def close(self) -> None:
         """Remove all hooks. From now on nothing is marked, and saves with this tracker fail."""
         self._is_closed = True
         self.saves = None
-        self._references = ReferenceDigests(())
-        self._hooks.remove()
+        self._tables.references.drop()
+        self._tables.hooks.remove()
 
     def _named(self, table: str) -> Sequence[TrackedShard]:
-        if not any(_is_named(name, table) for name in self._num_rows) and not self._has_tables_elsewhere:
-            raise ConfigurationError(f"unknown table {table!r}; tracked tables: {', '.join(sorted(self._num_rows))}")
+        if not any(_is_named(name, table) for name in self._tables.num_rows) and not self._tables.has_tables_elsewhere:
+            raise ConfigurationError(
+                f"unknown table {table!r}; tracked tables: {', '.join(sorted(self._tables.num_rows))}"
+            )
         return [shard for shard in self.shards if _is_named(shard.rows.name, table)]
-
-    def _check_shared(self) -> None:
-        for shard in self.shards:
-            if shard.weight.device.type == "cpu" and shard.weight.is_shared():
-                raise ConfigurationError(
-                    f"table {shard.rows.name!r} is in shared memory, where other processes can modify its rows without "
-                    "this tracker: train it in one process, or save it without a tracker"
-                )
 
     def _check_rows(self, table: str, rows: Tensor) -> None:
         if not len(rows):
             return
         first, last = int(rows.min()), int(rows.max())
-        for name, num_rows in self._num_rows.items():
+        for name, num_rows in self._tables.num_rows.items():
             if _is_named(name, table) and (first < 0 or last >= num_rows):
                 raise ConfigurationError(
                     f"table {name!r}: expected rows 0 to {num_rows - 1}, got row {first if first < 0 else last}; "
                     "nothing was marked: pass row numbers of the whole table"
                 )
+
+
+@dataclass(frozen=True, eq=False)
+class _Tables:
+    """The tables of a model, and what marks their rows.
+
+    Attributes:
+        shards: This rank's shards of the tables.
+        num_rows: Numbers of rows of all ranks together, by table.
+        kernels: The path, the module and the kernels of each sharded collection.
+        device_caches: Kernels that cache rows of host memory on a device.
+        hooks: All hooks.
+        id_maps: The id maps of managed collisions.
+        replicas: The replicas of a 2-D parallel model, or None.
+        aliases: Other tensors over the memory of unsharded tables.
+        references: Digests of the rows that should be unchanged.
+        verifies_untracked: Whether there are such digests.
+        has_tables_elsewhere: Whether modules of some tables are only on other ranks.
+    """
+
+    shards: Sequence[TrackedShard]
+    num_rows: Mapping[str, int]
+    kernels: Sequence[tuple[str, ShardedCollection, Sequence[Any]]]
+    device_caches: Sequence[SplitTableBatchedEmbeddingBagsCodegen]
+    hooks: Hooks
+    id_maps: IdMaps
+    replicas: Replicas | None
+    aliases: Aliases
+    references: ReferenceDigests
+    verifies_untracked: bool
+    has_tables_elsewhere: bool
+
+    @classmethod
+    def of(cls, model: nn.Module, verify_untracked: bool) -> "_Tables":
+        """Find the tables of a model, and add hooks that mark their rows.
+
+        Raises:
+            ConfigurationError: It has no table, or one that cannot be tracked. It has no hooks then.
+        """
+        check_type("model", model, nn.Module, "a torch module")
+        hooks = Hooks()
+        try:
+            return cls._with_hooks(model, verify_untracked, hooks)
+        except ConfigurationError:
+            hooks.remove()
+            raise
+
+    @classmethod
+    def _with_hooks(cls, model: nn.Module, verify_untracked: bool, hooks: Hooks) -> "_Tables":
+        num_rows: dict[str, int] = {}
+        collections = list(sharded_collections(model))
+        optimizer_tables = OptimizerTables()
+        sharded: list[TrackedShard] = []
+        for path, module in collections:
+            num_rows |= {f"{path}.{table}": num for table, num in num_rows_of(module).items()}
+            sharded += track_collection(path, module, hooks, optimizer_tables)
+        track_evictions(model, hooks, sharded)
+        replicas = track_replicas(model, hooks, sharded)
+        plain = list(track_plain(model, hooks, optimizer_tables))
+        num_rows |= {shard.rows.name: shard.rows.box.num_rows for shard in plain}
+        has_tables_elsewhere = any(isinstance(module, _TOWERS) for _, module in modules_below(model))
+        shards = [*sharded, *plain]
+        if not shards and not num_rows and not has_tables_elsewhere:
+            raise ConfigurationError(f"{type(model).__name__} has no embedding table; track the sharded model")
+        _check_shared(shards)
+        if optimizer_tables:
+            optimizer_tables.watch()
+            hooks.add(optimizer_tables)
+        return cls(
+            shards,
+            num_rows,
+            [(path, module, kernels_of(module)) for path, module in collections],
+            [cache for _, module in collections for cache in device_caches(module)],
+            hooks,
+            IdMaps(model),
+            replicas,
+            Aliases(model, plain),
+            ReferenceDigests(shards if verify_untracked else ()),
+            verify_untracked,
+            has_tables_elsewhere,
+        )
+
+
+def _check_shared(shards: Sequence[TrackedShard]) -> None:
+    for shard in shards:
+        if shard.weight.device.type == "cpu" and shard.weight.is_shared():
+            raise ConfigurationError(
+                f"table {shard.rows.name!r} is in shared memory, where other processes can modify its rows without "
+                "this tracker: train it in one process, or save it without a tracker"
+            )
 
 
 def _is_named(name: str, table: str) -> bool:

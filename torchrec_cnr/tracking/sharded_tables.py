@@ -43,6 +43,12 @@ def num_rows_of(module: ShardedCollection) -> Mapping[str, int]:
     return {table.name: table.num_embeddings for table in tables}
 
 
+def kernels_of(module: ShardedCollection) -> list[Any]:
+    """Return the kernels of a collection. Sharding it anew makes others."""
+    lookups = (lookup.module if isinstance(lookup, DistributedDataParallel) else lookup for lookup in module._lookups)
+    return [kernel for lookup in lookups for kernel in lookup._emb_modules]
+
+
 def track_collection(
     path: str, module: ShardedCollection, hooks: Hooks, stepped: OptimizerTables
 ) -> list[TrackedShard]:
@@ -54,10 +60,8 @@ def track_collection(
     if module.post_lookup_tracker_fn is not None:
         logger.info("%s already has a lookup tracker, which keeps running in parallel with the row tracker", path)
     shards: list[TrackedShard] = []
-    for lookup in module._lookups:
-        kernels = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
-        for kernel in kernels._emb_modules:
-            shards += _track_kernel(path, kernel, hooks, stepped)
+    for kernel in kernels_of(module):
+        shards += _track_kernel(path, kernel, hooks, stepped)
     tables = path.rpartition(".")[2]
     watch_loads(module, [(f"{tables}{shard.rows.name.removeprefix(path)}.weight", shard) for shard in shards], hooks)
     return shards
@@ -65,12 +69,10 @@ def track_collection(
 
 def device_caches(module: ShardedCollection) -> Iterator[SplitTableBatchedEmbeddingBagsCodegen]:
     """Yield the kernels of a collection that cache rows of host memory on the device (``UVM_CACHING``)."""
-    for lookup in module._lookups:
-        kernels = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
-        for kernel in kernels._emb_modules:
-            fbgemm = kernel.emb_module
-            if isinstance(fbgemm, SplitTableBatchedEmbeddingBagsCodegen) and fbgemm.lxu_cache_weights.numel():
-                yield fbgemm
+    for kernel in kernels_of(module):
+        fbgemm = kernel.emb_module
+        if isinstance(fbgemm, SplitTableBatchedEmbeddingBagsCodegen) and fbgemm.lxu_cache_weights.numel():
+            yield fbgemm
 
 
 def _track_kernel(path: str, kernel: Any, hooks: Hooks, optimizer_tables: OptimizerTables) -> list[TrackedShard]:

