@@ -1,4 +1,4 @@
-"""Tables that are sharded anew: no save misses their rows, and ``rebind`` tracks them again."""
+"""Tables that are resharded: no save misses their rows, and ``rebind`` tracks them again."""
 
 from pathlib import Path
 from typing import Any

@@ -374,7 +374,7 @@ def _tracker_of(live: Mapping[str, Any]) -> TrackedRows | None:
     """Return the tracker whose tables are in a state dict; None if no such tracker has a planner.
 
     Raises:
-        ConfigurationError: There are several, or the model was sharded anew.
+        ConfigurationError: There are several, or the model was resharded.
     """
     planned_trackers = trackers.planned_for(shard.tensor for value in live.values() for shard in local_shards(value))
     if len(planned_trackers) > 1:

@@ -83,7 +83,7 @@ class RowTracker(TrackedRows):
 
     @_OUTSIDE_INFERENCE
     def rebind(self, model: nn.Module) -> None:
-        """Track the tables of a model that was sharded anew, such as by ``DistributedModelParallel.reshard``.
+        """Track the tables of a model that was resharded, such as by ``DistributedModelParallel.reshard``.
 
         Collective: call on every rank, right after that, and before training goes on. The next save is a baseline.
 
@@ -110,12 +110,12 @@ class RowTracker(TrackedRows):
         """Check that the model's tables are those that are tracked.
 
         Raises:
-            ConfigurationError: A module was sharded anew.
+            ConfigurationError: A module was resharded.
         """
         for path, module, kernels in self._tables.kernels:
             if not self._is_closed and [*map(id, kernels_of(module))] != [*map(id, kernels)]:
                 raise ConfigurationError(
-                    f"the tables of {path!r} were sharded anew after the tracker was made, so it does not mark their "
+                    f"the tables of {path!r} were resharded after the tracker was made, so it does not mark their "
                     "rows: call tracker.rebind(model) after DistributedModelParallel.reshard, on every rank; the next "
                     "save is then a baseline"
                 )

@@ -44,7 +44,7 @@ def num_rows_of(module: ShardedCollection) -> Mapping[str, int]:
 
 
 def kernels_of(module: ShardedCollection) -> list[Any]:
-    """Return the kernels of a collection. Sharding it anew makes others."""
+    """Return the kernels of a collection. Resharding makes others."""
     lookups = (lookup.module if isinstance(lookup, DistributedDataParallel) else lookup for lookup in module._lookups)
     return [kernel for lookup in lookups for kernel in lookup._emb_modules]
 
