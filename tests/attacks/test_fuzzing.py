@@ -36,7 +36,7 @@ longer = hypothesis.settings(max_examples=3_000, suppress_health_check=list(hypo
 
 def _read(root: Path) -> str:
     """Everything that reads the newest checkpoint; anything but a typed error is raised."""
-    outcomes = []
+    outcomes, messages = [], []
     for read in (
         load_state,
         verify,
@@ -48,6 +48,8 @@ def _read(root: Path) -> str:
             outcomes.append("good")
         except cnr.CNRError as error:
             outcomes.append(type(error).__name__)
+            messages.append(str(error))
+    assert [message for message in messages if not message.isprintable()] == []  # no log or terminal fails, or obeys
     return outcomes[0]
 
 

@@ -5,7 +5,6 @@ of each key. The last manifest is packed besides.
 """
 
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from unittest.mock import patch
 import numpy as np
 import numpy.typing as npt
 
+from tests.golden import copy_of
 from torchrec_cnr.format import manifest_json
 from torchrec_cnr.format.manifest import MANIFEST_FILE, CheckpointRef, LogRange, Pack
 from torchrec_cnr.storage.row_log import Marker
@@ -32,7 +32,7 @@ def write_logged(golden: Path, folder: Path) -> None:
     digests: dict[str, str] = {}
     records: list[dict[str, Any]] = []
     for step in STEPS:
-        shutil.copytree(golden / step, folder / step)
+        copy_of(golden / step, folder / step)
         manifest, old = manifest_json.loads((golden / step / MANIFEST_FILE).read_bytes(), step)
         if manifest.parent is not None:
             parent = CheckpointRef(manifest.parent.path, digests[manifest.parent.sha256])

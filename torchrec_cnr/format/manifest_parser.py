@@ -376,7 +376,7 @@ class ManifestParser:
 
     def integer(self, value: Any, what: str, low: int = 0, high: int = _MAX_INT) -> int:
         if type(value) is not int or not low <= value <= high:
-            self.fail(f"{what}: expected an integer from {low} to {high}, got {str(value)[:80]}")
+            self.fail(f"{what}: expected an integer from {low} to {high}, got {repr(value)[:80]}")
         return value
 
     def string(self, value: Any, what: str, pattern: re.Pattern[str] | None = None) -> str:

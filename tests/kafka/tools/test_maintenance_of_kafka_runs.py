@@ -13,7 +13,7 @@ from confluent_kafka import Producer
 from confluent_kafka.admin import NewTopic
 
 import torchrec_cnr as cnr
-from tests.golden import log, write
+from tests.golden import copy_of, log, write
 from tests.kafka.tools.logged_runs import NAMES, LoggedRun
 from tests.servers.kafka_server import ADMIN_SECS, Broker
 from tests.support import models
@@ -136,7 +136,7 @@ def test_exports_and_comparisons_read_the_log(run: LoggedRun, tmp_path: Path) ->
 
 def test_the_golden_log_is_read_by_kafka(kafka: Broker, tmp_path: Path) -> None:
     """The golden checkpoints with packs in a log load by a real broker that has the golden log's records."""
-    folder = shutil.copytree(Path(__file__).parents[2] / "golden" / "v1" / write.LOGGED, tmp_path / "run")
+    folder = copy_of(Path(__file__).parents[2] / "golden" / "v1" / write.LOGGED, tmp_path / "run")
     records = log.KeptLog(folder / "log.json").records()
     admin = kafka.admin()
     admin.create_topics([NewTopic(log.TOPIC, 1, 1)])[log.TOPIC].result(ADMIN_SECS)

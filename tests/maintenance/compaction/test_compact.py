@@ -1,6 +1,5 @@
 """What a lineage that is compacted may hold."""
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from tests.golden import reader
+from tests.golden import copy_of, reader
 from tests.support import hand_made
 from tests.support.hand_made import Content, Part, mask_of, some_rows, whole
 from tests.support.lineages import (
@@ -189,7 +188,7 @@ def test_a_lineage_of_one(tmp_path: Path) -> None:
 def test_golden_lineage(tmp_path: Path) -> None:
     """Checkpoints that were once written are folded and loaded as before."""
     for step in ("step-1", "step-2", "step-3"):
-        shutil.copytree(GOLDEN / step, tmp_path / step)
+        copy_of(GOLDEN / step, tmp_path / step)
     for name, max_ratio, self_contained in (("step-2", 100.0, False), ("step-3", 1.0, False), ("step-3", 1.0, True)):
         path = tmp_path / name
         fqns = list(read_checkpoint(path).manifest.tensors)
