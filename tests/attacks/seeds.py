@@ -171,7 +171,7 @@ def _file_names() -> list[bytes]:
 
 
 def _reader_states() -> list[bytes]:
-    return [*cnr.ReaderState([1, 2]).state_dict().values(), _saved({"num_passes": 1, "num_batches": 2})]
+    return [*cnr.ReaderState([1, 2]).state_dict().values(), _saved({"num_passes": 1, "loader": {"num_batches": 2}})]
 
 
 def _dcp_files() -> list[bytes]:

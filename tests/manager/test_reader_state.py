@@ -303,13 +303,52 @@ def test_batches_that_nobody_reports_are_noticed() -> None:
         list(reader)
 
 
-@pytest.mark.parametrize("position", [7, {"sampler": 3}, {"num_passes": 0, "num_batches": "3"}, {"num_passes": -1}])
-def test_a_position_of_another_kind_of_loader_is_refused(position: object) -> None:
-    """The error says so, and the reader stays where it was."""
+def _trained_samples(reader: "cnr.ReaderState[str]", num_epochs: int, num_steps: int) -> tuple[list[str], Any]:
+    """Train epochs, as a script does, until some number of steps: what was trained, and the position then."""
+    trained: list[str] = []
+    for epoch in range(reader.num_passes, num_epochs):
+        for batch in reader:
+            reader.trained()
+            trained.append(f"{epoch}{batch}")
+            if len(trained) == num_steps:
+                return trained, reader.state_dict()
+    return trained, reader.state_dict()
+
+
+@pytest.mark.parametrize("num_steps", range(10))
+@pytest.mark.parametrize("loader", [lambda: ["a", "b", "c"], lambda: lambda first: iter("abc"[first:])])
+def test_epochs_go_on_where_they_ended(loader: Callable[[], Any], num_steps: int) -> None:
+    """Each epoch trains each batch once, also if the job ended after the last batch of an epoch."""
+    whole, _ = _trained_samples(cnr.ReaderState(loader()), 3, 100)
+    assert len(whole) == 9
+    begun, position = _trained_samples(cnr.ReaderState(loader()), 3, num_steps) if num_steps else ([], None)
+    resumed = cnr.ReaderState[str](loader())
+    if position is not None:
+        resumed.load_state_dict(position)
+    assert resumed.num_passes == max(num_steps - 1, 0) // 3
+    assert begun + _trained_samples(resumed, 3, 100)[0] == whole
+
+
+def _loaded(saved: object) -> None:
     stream = io.BytesIO()
-    torch.save(position, stream)
+    torch.save(saved, stream)
     reader = cnr.ReaderState(["a", "b"])
     (name,) = reader.state_dict()
-    with pytest.raises(cnr.StateMismatchError, match="another kind of loader"):
+    try:
         reader.load_state_dict({name: stream.getvalue()})
-    assert list(reader) == ["a", "b"]
+    finally:
+        assert list(reader) == ["a", "b"]
+
+
+@pytest.mark.parametrize("position", [7, {"sampler": 3}, {"num_batches": "3"}, {"num_batches": -1}])
+def test_a_position_of_another_kind_of_loader_is_refused(position: object) -> None:
+    """The error says so, and the reader stays where it was."""
+    with pytest.raises(cnr.StateMismatchError, match="another kind of loader"):
+        _loaded({"num_passes": 0, "loader": position})
+
+
+@pytest.mark.parametrize("saved", [7, {"loader": {"num_batches": 1}}, {"num_passes": -1, "loader": None}])
+def test_what_is_no_position_is_refused(saved: object) -> None:
+    """And the reader stays where it was."""
+    with pytest.raises(cnr.DamagedError, match="has no number of passes"):
+        _loaded(saved)

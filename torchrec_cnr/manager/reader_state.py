@@ -12,6 +12,7 @@ load, which may be different.
 import io
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -46,11 +47,10 @@ class StatefulLoader(Protocol):
 
 
 class _Counted(Generic[Batch]):
-    """A loader for iterables without a position. It counts passes, and the batches of the current pass."""
+    """A loader for iterables without a position. It counts the batches of the current pass."""
 
     def __init__(self, batches: Iterable[Batch] | Callable[[int], Iterable[Batch]]) -> None:
         self._batches = batches
-        self._num_passes = 0
         self._num_batches = 0
         self._first = 0
 
@@ -63,27 +63,58 @@ class _Counted(Generic[Batch]):
         for batch in batches:
             self._num_batches += 1
             yield batch
-        self._num_passes, self._num_batches = self._num_passes + 1, 0
+        self._num_batches = 0
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]  # without a length: TypeError
 
     def state_dict(self) -> Mapping[str, int]:
-        return {"num_passes": self._num_passes, "num_batches": self._num_batches}
+        return {"num_batches": self._num_batches}
 
     def load_state_dict(self, state_dict: object) -> None:
         match state_dict:
-            case {"num_passes": int(passes), "num_batches": int(batches)} if _may_be(passes) and _may_be(batches):
-                self._num_passes, self._first, self._num_batches = passes, batches, batches
+            case {"num_batches": int(num_batches)} if 0 <= num_batches <= _MAX_POSITION:
+                self._first = self._num_batches = num_batches
             case _:
                 raise StateMismatchError(
-                    "the data loader state does not consist of passes and batches, so another kind of loader saved it; "
-                    "pass ReaderState a loader of that kind"
+                    "the data loader state is not a number of batches, so another kind of loader saved it; pass "
+                    "ReaderState a loader of that kind"
                 )
 
 
-def _may_be(position: int) -> bool:
-    return 0 <= position <= _MAX_POSITION
+@dataclass(frozen=True)
+class _Position:
+    """A position in a training.
+
+    Attributes:
+        num_passes: Number of passes before this one.
+        of_loader: The loader's state.
+    """
+
+    num_passes: int
+    of_loader: Any
+
+    def saved(self) -> bytes:
+        """Return the position as bytes."""
+        stream = io.BytesIO()
+        torch.save({"num_passes": self.num_passes, "loader": self.of_loader}, stream)
+        return stream.getvalue()
+
+    @classmethod
+    def read(cls, saved: object) -> "_Position":
+        """Read a position.
+
+        Raises:
+            DamagedError: It is none.
+        """
+        if not isinstance(saved, bytes):
+            raise DamagedError(
+                f"the data loader state must be bytes (got {type(saved).__name__}); use another checkpoint"
+            )
+        match unpickled(saved, "the data loader state"):
+            case {"num_passes": int(num_passes), "loader": of_loader} if 0 <= num_passes <= _MAX_POSITION:
+                return cls(num_passes, of_loader)
+        raise DamagedError("the data loader state has no number of passes; use another checkpoint")
 
 
 class Pipeline(Protocol[OutputCo]):
@@ -130,8 +161,9 @@ class ReaderState(Generic[Batch]):
     ) -> None:
         self._loader: Any = loader if isinstance(loader, StatefulLoader) else _Counted(loader)
         self._reshard = reshard
-        self._ahead: deque[Any] = deque()
-        self._trained: Any = None
+        self._ahead: deque[_Position] = deque()
+        self._trained: _Position | None = None
+        self._num_passes = 0
         self._passing: Iterator[Batch] | None = None
         self._num_loads = 0
 
@@ -139,6 +171,14 @@ class ReaderState(Generic[Batch]):
     def num_in_flight(self) -> int:
         """Number of batches that were returned and are not trained yet."""
         return len(self._ahead)
+
+    @property
+    def num_passes(self) -> int:
+        """Number of passes that have ended, also before a load: ``for epoch in range(reader.num_passes, num_epochs)``.
+
+        After a load of the position at the end of a pass, that pass begins again, and has no more batches.
+        """
+        return self._num_passes
 
     def __repr__(self) -> str:
         return f"ReaderState(batches in flight: {self.num_in_flight})"
@@ -149,7 +189,7 @@ class ReaderState(Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         if self._trained is None:
-            self._trained = self._loader.state_dict()
+            self._trained = self._position()
         num_loads = self._num_loads
         for batch in self._loader:
             if len(self._ahead) >= _MAX_IN_FLIGHT:
@@ -157,9 +197,10 @@ class ReaderState(Generic[Batch]):
                     f"{_MAX_IN_FLIGHT} batches were returned, and none was reported as trained; call trained() after "
                     "each step, or iterate over train(pipeline)"
                 )
-            self._ahead.append(self._loader.state_dict())
+            self._ahead.append(self._position())
             yield batch
             self._check_loads(num_loads)
+        self._num_passes += 1
 
     def quota(self, num_batches: int) -> Iterator[Batch]:
         """Yield at most the next ``num_batches`` batches, so that a pipeline holds none once these are trained.
@@ -215,9 +256,8 @@ class ReaderState(Generic[Batch]):
 
     def state_dict(self) -> dict[str, bytes]:
         """Return the position of this rank after the last trained batch."""
-        stream = io.BytesIO()
-        torch.save(self._loader.state_dict() if self._trained is None else self._trained, stream)
-        return {ranked_name(*own_place()): stream.getvalue()}
+        position = self._position() if self._trained is None else self._trained
+        return {ranked_name(*own_place()): position.saved()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue after the last batch that was trained when this state was saved.
@@ -229,25 +269,26 @@ class ReaderState(Generic[Batch]):
         """
         rank, world_size = own_place()
         saved_state = state_dict[ranked_name(rank, world_size)]
-        if isinstance(saved_state, bytes):
-            state = unpickled(saved_state, "the data loader state")
-        elif not isinstance(saved_state, list):
-            raise DamagedError(
-                f"the data loader state must be bytes (got {type(saved_state).__name__}); use another checkpoint"
-            )
+        if not isinstance(saved_state, list):
+            position = _Position.read(saved_state)
         elif self._reshard is None:
             raise StateMismatchError(
                 f"the data loader state was saved by {len(saved_state)} ranks, and there are {world_size} now; pass "
                 "ReaderState a 'reshard' that divides it, or load with as many ranks"
             )
         else:
-            positions = [unpickled(position, "the data loader state") for position in saved_state]
-            state = self._reshard(positions, rank, world_size)
-        self._loader.load_state_dict(state)
+            positions = [_Position.read(saved_position) for saved_position in saved_state]
+            of_loader = self._reshard([position.of_loader for position in positions], rank, world_size)
+            position = _Position(min(position.num_passes for position in positions), of_loader)
+        self._loader.load_state_dict(position.of_loader)
         self._passing = None
         self._ahead.clear()
-        self._trained = state
+        self._trained, self._num_passes = position, position.num_passes
         self._num_loads += 1
+
+    def _position(self) -> _Position:
+        """Return the position after the last batch that was returned."""
+        return _Position(self._num_passes, self._loader.state_dict())
 
     def _check_loads(self, num_loads: int) -> None:
         if self._num_loads != num_loads:
