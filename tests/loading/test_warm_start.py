@@ -250,6 +250,13 @@ def test_state_is_not_renamed_without_its_table(tmp_path: Path, rank_pool: RankP
         assert "rename both, or neither" in message
 
 
+def test_a_message_has_the_names_of_both_sides(tmp_path: Path) -> None:
+    """A user looks for the name in the model, and for the saved one in the checkpoint."""
+    dcp.save({"old": torch.ones(4, 2)}, storage_writer=models.writer(tmp_path / "0"))
+    message = _refusal({"new": torch.zeros(4, 3)}, str(tmp_path / "0"), rename={"new": "old"})
+    assert "1 of another size: 'new' (saved as 'old') (saved [4, 2], wanted [4, 3])" in message
+
+
 def test_only_excludes_objects_of_other_ranks_too(tmp_path: Path) -> None:
     """A data loader state that two ranks saved is not looked at; renamed, it is refused."""
     saved = {"w": torch.ones(2), "reader": {f"rank_{rank}_of_2": b"position" for rank in range(2)}}

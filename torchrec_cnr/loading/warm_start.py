@@ -101,15 +101,18 @@ class WarmStart:
         problems += of_ids
         if problems:
             raise StateMismatchError("\n".join([f"the warm start does not fit {url}:", *problems]))
-        fitted = fit(
-            named,
-            manifest,
-            url,
-            allow_partial=allow_partial,
-            resize=resize,
-            skipped=unloaded | kept,
-            ignores_unexpected=self.only is not None,
-        )
+        try:
+            fitted = fit(
+                named,
+                manifest,
+                url,
+                allow_partial=allow_partial,
+                resize=resize,
+                skipped=unloaded | kept,
+                ignores_unexpected=self.only is not None,
+            )
+        except StateMismatchError as error:
+            raise StateMismatchError(_with_own_names(str(error), saved_fqns)) from None
         skipped = sorted(fqn for fqn in fqns if fqn not in loaded or saved_fqns.get(fqn, fqn) in kept)
         return _named_back(fitted, {saved: fqn for fqn, saved in saved_fqns.items()}, skipped)
 
@@ -206,10 +209,11 @@ def _resize(
     apart = []
     for fqn, size in sizes.items():
         state = StateName.parse(fqn)
-        of_state = [] if state is None else tables.get(weight_of(state.key, tables), [])
-        is_value = not size or is_count(fqn, fqn)
-        if not is_value and all(by_fqn.get(table) != by_fqn.get(fqn) for table in of_state if table in sizes):
-            apart += [f"  {fqn!r} and its table {table!r}: give both the same row map" for table in of_state[:1]]
+        if state is None or not size or is_count(fqn, fqn):
+            continue
+        of_state = [table for table in tables.get(weight_of(state.key, tables), ()) if table in sizes]
+        if of_state and by_fqn.get(fqn) not in [by_fqn.get(table) for table in of_state]:
+            apart.append(f"  {fqn!r} and its table {of_state[0]!r}: give both the same row map")
     return Resize(row_maps.keys(), by_fqn, ids.renumbered), ids.kept, [*ids.problems, *apart]
 
 
@@ -223,6 +227,16 @@ def _named(item: Wanted, saved_fqns: Mapping[str, str], manifest: Manifest) -> W
         return item
     saved_fqn = saved_fqns[item.fqn]
     return replace(item, fqn=saved_fqn, name=str(manifest.paths.get(saved_fqn, (saved_fqn,))[-1]))
+
+
+def _with_own_names(message: str, saved_fqns: Mapping[str, str]) -> str:
+    """Return a message in which renamed items have their names in the state dict, too."""
+    fqns = {repr(saved): fqn for fqn, saved in saved_fqns.items()}
+    return re.sub(
+        r"'[^']*'",
+        lambda match: f"{fqns[match[0]]!r} (saved as {match[0]})" if match[0] in fqns else match[0],
+        message,
+    )
 
 
 def _named_back(fitted: Fit, fqns: Mapping[str, str], skipped: Sequence[str]) -> Fit:
