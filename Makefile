@@ -12,7 +12,7 @@ STAMP := .venv/.complete
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input
 TYPED := $(wildcard torchrec_cnr examples benchmarks)
 
-.PHONY: help .venv demo check test lint types quick unit test-full test-versions bench bench-full gpu docs clean
+.PHONY: help .venv demo check test lint types quick unit test-full test-versions test-dcp bench bench-full gpu docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z.-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
@@ -56,6 +56,9 @@ test-full: .venv ## all tests, the slow ones too; takes hours
 
 test-versions: ## the supported versions of PyTorch, each in an environment of 6 GB; takes an hour or more
 	$(PYTHON) -m tests.versions
+
+test-dcp: .venv ## PyTorch's own tests of DCP, with our classes in place of its own; 27 MB are downloaded
+	$(BIN)/python -m tests.dcp_suite
 
 bench: .venv ## run the benchmarks that take minutes
 	$(BIN)/python -m benchmarks --plots build/plots --json build/figures.json

@@ -109,11 +109,9 @@ class PlannedSave(DefaultSavePlanner):
                 meta.writing.take(staged_save)
             staged_save.raise_failure()
         if meta is None:
-            if options.is_tracked:
-                raise ConfigurationError(
-                    "CNRSavePlanner(tracker) saves only some rows: pass a CNRStorageWriter as storage_writer"
-                )
-            return untracked
+            raise ConfigurationError(
+                "a CNRSavePlanner needs a CNRStorageWriter, which stores only some rows: pass one as storage_writer"
+            )
         running = meta.writing.begin()
         self._destination.refuse_policy(options.policy)
         if staged_save is not None and staged_save.cut is not None:
