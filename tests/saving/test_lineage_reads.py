@@ -71,6 +71,26 @@ def test_a_link_that_was_removed_is_noticed(
     job.close()
 
 
+@pytest.mark.parametrize("is_long", [False, True])
+def test_data_files_of_a_removed_directory_are_missed(
+    tmp_path: Path, reads: list[int], caplog: pytest.LogCaptureFixture, is_long: bool
+) -> None:
+    """A compacted checkpoint uses those of older ones: no manifest is missing, and yet no delta could be loaded."""
+    job = SavingJob(tmp_path)
+    job.train_and_save(*range(3))
+    cnr.compact(job.path(2), max_ratio=100.0)
+    used = {pack.directory for pack in cnr.read_checkpoint(job.path(2)).manifest.packs}
+    assert "../0" in used
+    if is_long:
+        job.train_and_save(*range(3, 9))
+    shutil.rmtree(job.path(0))
+    job.train_and_save(10, 11)
+    assert caplog.text.count("is missing, corrupt or was replaced: this save is a baseline") == 1
+    assert [cnr.read_checkpoint(job.path(step)).kind for step in (10, 11)] == ["baseline", "delta"]
+    job.assert_loads(11)
+    job.close()
+
+
 def test_a_baseline_that_was_to_be_expected_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A first one, one after forget(), and one that the policy asks for; a delta says nothing."""
     caplog.set_level(logging.INFO, logger="torchrec_cnr")

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlan
 
 from torchrec_cnr.errors import ConfigurationError, LoadError, SaveError
-from torchrec_cnr.format.manifest import MANIFEST_FILE, CheckpointRef, History, Manifest, Pack
+from torchrec_cnr.format.manifest import CheckpointRef, History, Manifest, Pack
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Head, Lineage, read_checkpoint, read_lineage, relative_path
 from torchrec_cnr.policies import Policy, Since
 from torchrec_cnr.sharding import ShardKey, shard_key
@@ -223,7 +223,7 @@ def _intact_head(head: Head) -> tuple[Checkpoint, History] | None:
     """Return the latest checkpoint and the history of its chain, if all of it exists and is unchanged.
 
     To limit requests, only one of every ``_MAX_READ_WHOLE`` saves reads all manifests of a long chain. The others read
-    the latest manifest, check that the baseline's exists, and list the root to see that no directory was removed.
+    the manifests of the latest checkpoint and of the baseline, and list the root to see that no directory was removed.
     """
     newest = _intact_checkpoint(head.ref)
     if newest is None:
@@ -236,15 +236,29 @@ def _intact_head(head: Head) -> tuple[Checkpoint, History] | None:
         lineage = read_lineage(newest.store)
     except LoadError:
         return None
-    return lineage.newest, _history(head, lineage)
+    return (lineage.newest, _history(head, lineage)) if _has_directories(lineage) else None
+
+
+def _has_directories(lineage: Lineage) -> bool:
+    """Return whether the other directories are there whose data files a chain uses since it was compacted."""
+    directories = {
+        link.store.at(pack.directory).url: link.store.at(pack.directory)
+        for link in lineage.checkpoints
+        for pack in link.manifest.packs
+        if pack.directory is not None and pack.log is None
+    }
+    roots = {posixpath.dirname(url): directory.at("..") for url, directory in directories.items()}
+    names = {url: frozenset(root.names()) for url, root in roots.items()}
+    return all(posixpath.basename(url) in names[posixpath.dirname(url)] for url in directories)
 
 
 def _are_there(root: Store, lineage: Sequence[CheckpointRef]) -> bool:
-    """Return whether the baseline's manifest exists, and the directory of each checkpoint of the chain in this root."""
+    """Return whether the baseline is there with all that it uses, and the directory of each checkpoint of the chain."""
     root_urls = {root.at(name).url for name in root.names()}
     roots_path = posixpath.dirname(lineage[-1].path)
     paths_in_root = {ref.path for ref in lineage if posixpath.dirname(ref.path) == roots_path}
-    return paths_in_root <= root_urls and Store.open(lineage[0].path).exists(MANIFEST_FILE)
+    baseline = _intact_checkpoint(lineage[0]) if paths_in_root <= root_urls else None
+    return baseline is not None and _has_directories(Lineage((baseline,)))
 
 
 def _history(head: Head, lineage: Lineage) -> History:
