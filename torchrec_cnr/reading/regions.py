@@ -158,7 +158,8 @@ class MappedRegion(Region):
         numbers = block.rows.numbers
         first = block.box.offsets[0] + (block.rows.first if numbers is None else 0)
         num_rows = block.rows.num_rows if numbers is None else int(numbers[-1]) + 1
-        start, stop = torch.searchsorted(self.saved_rows, torch.tensor([first, first + num_rows])).tolist()
+        bounds = torch.tensor([first, first + num_rows], device="cpu")
+        start, stop = torch.searchsorted(self.saved_rows, bounds).tolist()
         positions, target_rows = self.saved_rows[start:stop] - first, self.target_rows[start:stop]
         if numbers is not None:
             wanted, positions = positions, torch.searchsorted(numbers, positions)
