@@ -17,7 +17,7 @@ from torchrec_cnr.tracking.hooks import Hooks
 from torchrec_cnr.tracking.managed_collisions import IdMaps
 from torchrec_cnr.tracking.plain_tables import Aliases
 from torchrec_cnr.tracking.replicas import Replicas
-from torchrec_cnr.tracking.row_tracker import RowTracker
+from torchrec_cnr.tracking.row_tracker import RowTracker, _Tables
 from torchrec_cnr.tracking.tracked_tables import TrackedRows, TrackedShard
 from torchrec_cnr.tracking.untracked_rows import ReferenceDigests
 
@@ -60,6 +60,17 @@ class ReplicatedRows(RowTracker):
 
     def __init__(self, shards: Sequence[TrackedShard], collection: Collection) -> None:
         TrackedRows.__init__(self, shards)
-        self._hooks, self._is_closed, self._device_caches = Hooks(), False, []
-        self._id_maps, self._references, self._aliases = IdMaps(nn.Module()), _Digests(()), Aliases(nn.Module(), [])
-        self._replicas = Replicas(collection, self._hooks, self.shards)  # type: ignore[arg-type]
+        self._is_closed, hooks = False, Hooks()
+        self._tables = _Tables(
+            self.shards,
+            num_rows={},
+            kernels=[],
+            device_caches=[],
+            hooks=hooks,
+            id_maps=IdMaps(nn.Module()),
+            replicas=Replicas(collection, hooks, self.shards),  # type: ignore[arg-type]
+            aliases=Aliases(nn.Module(), []),
+            references=_Digests(()),
+            verifies_untracked=False,
+            has_tables_elsewhere=False,
+        )
