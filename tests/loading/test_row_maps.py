@@ -140,8 +140,11 @@ def test_any_map_is_that_of_a_list(
 @pytest.mark.parametrize(
     ("resize", "words"),
     [
-        ({"a": torch.tensor([0, 4])}, "'a' (saved [4, 2], wanted [6, 2], map of 2 from 5 saved rows)"),
-        ({"a": torch.tensor([0, 1, 2, 3, 3, 4])}, "'a' (saved [4, 2], wanted [6, 2], map of 6 from 5 saved rows)"),
+        (
+            {"a": torch.tensor([0, 4])},
+            "a row map that does not fit: 'a' (saved [4, 2], wanted [6, 2], 2 entries, the largest 4)",
+        ),
+        ({"a": torch.tensor([0, 1, 2, 3, 3, 4])}, "'a' (saved [4, 2], wanted [6, 2], 6 entries, the largest 4)\n"),
         ({"a": torch.zeros(6, dtype=torch.int64), "b": torch.zeros(6, dtype=torch.int32)}, "'b' (saved [4, 3], wanted"),
         ({"a": torch.zeros(6, dtype=torch.int64), "*": None}, "'a' has different row maps by '*' and by 'a'"),
         ({"z": torch.zeros(6, dtype=torch.int64)}, "resize 'z': nothing that is loaded has such a name"),

@@ -101,6 +101,7 @@ class _Mismatches:
     dtypes: list[str] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
     roles: list[str] = field(default_factory=list)
+    row_maps: list[str] = field(default_factory=list)
     has_codes: bool = False
 
 
@@ -300,8 +301,12 @@ def _compare(
         mismatches.kinds.append(f"{item.fqn!r} (in {side})")
     elif entry is not None and item.size is not None:
         if source is None:
-            of_map = f", map of {row_map.num_rows} from {row_map.num_saved} saved rows" if row_map is not None else ""
-            mismatches.sizes.append(f"{item.fqn!r} (saved {list(entry.size)}, wanted {list(item.size)}{of_map})")
+            sizes = f"saved {list(entry.size)}, wanted {list(item.size)}"
+            if row_map is None:
+                mismatches.sizes.append(f"{item.fqn!r} ({sizes})")
+            else:
+                entries = f"{row_map.num_rows} entries, the largest {row_map.num_saved - 1}"
+                mismatches.row_maps.append(f"{item.fqn!r} ({sizes}, {entries})")
         is_taken = item.dtype == entry.dtype or (item.dtype == QUANTIZED and DTYPES[entry.dtype].is_floating_point)
         if not is_taken and (source is None or not source.layout.converts):
             mismatches.dtypes.append(f"{item.fqn!r} (saved {entry.dtype}, wanted {item.dtype})")
@@ -317,6 +322,7 @@ def _lines(mismatches: _Mismatches) -> Iterator[str]:
         "optimizer state with an ambiguous counterpart": mismatches.ambiguous,
         "of another size": mismatches.sizes,
         "of another dtype": mismatches.dtypes,
+        "with a row map that does not fit": mismatches.row_maps,
         "a tensor on one side only": mismatches.kinds,
         "state of another kind of optimizer under the same name": mismatches.roles,
     }
@@ -348,6 +354,11 @@ def _lines(mismatches: _Mismatches) -> Iterator[str]:
             "a tensor must have the saved size: build the model with that size; or pass CNRLoadPlanner(resize=[...]), "
             "which loads the rows that both have, for a table and its optimizer state; or remove the tensor from the "
             "state dict and pass CNRLoadPlanner(allow_partial_load=True)"
+        )
+    if mismatches.row_maps:
+        yield (
+            "a row map has one entry for each row in the state dict: the number of a saved row, which must exist, or "
+            "-1; the numbers of columns must be the same, and the table must have the map that its state has"
         )
     if mismatches.roles:
         yield (
