@@ -1,7 +1,7 @@
 """The tracker: finds the tables of a model, and offers methods to mark writes that it cannot detect."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -245,8 +245,8 @@ class RowTracker(TrackedRows):
         """Remove all hooks. From now on nothing is marked, and saves with this tracker fail."""
         self._is_closed = True
         self.saves = None
-        self._tables.references.drop()
         self._tables.hooks.remove()
+        self._tables = replace(self._tables, references=ReferenceDigests(()))
 
     def _named(self, table: str) -> Sequence[TrackedShard]:
         if not any(_is_named(name, table) for name in self._tables.num_rows) and not self._tables.has_tables_elsewhere:
