@@ -24,7 +24,8 @@ from torchrec.modules.mc_modules import (
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 import torchrec_cnr as cnr
-from tests.support import faults, models
+from tests.loading.loads import refusal
+from tests.support import models
 from tests.support.models import whole
 from tests.support.ranks import RankPools
 
@@ -148,11 +149,9 @@ def test_ids_keep_their_rows(tmp_path: Path, rank_pool: RankPools, num_saved: in
 def _refused(rank: int, root: str, num_rows: int, resize: Any) -> str:
     model = _job(num_rows, 2)
     before = whole(_state(model))
-    planner = cnr.CNRLoadPlanner(resize=resize)
-    with pytest.raises(dcp.api.CheckpointException) as caught:
-        dcp.load(_state(model), storage_reader=cnr.CNRStorageReader(f"{root}/2"), planner=planner)
+    message = refusal(_state(model), f"{root}/2", resize=resize)
     assert models.differing(before, whole(_state(model))) == []
-    return str(next(iter(faults.causes(caught.value).values())))
+    return message
 
 
 @pytest.mark.parametrize(
@@ -180,7 +179,5 @@ def test_ids_that_are_placed_by_their_hash_are_refused(tmp_path: Path) -> None:
     saved = {f"{module}_hash_zch_identities": torch.ones(4, 1), "mc._embedding_module.embedding_bags.t0.weight": 1}
     dcp.save(saved, storage_writer=models.writer(tmp_path / "0"))
     target = {**saved, f"{module}_hash_zch_identities": torch.zeros(6, 1)}
-    with pytest.raises(dcp.api.CheckpointException) as caught:
-        dcp.load(target, storage_reader=cnr.CNRStorageReader(tmp_path / "0"), planner=cnr.CNRLoadPlanner(resize=["*"]))
-    (error,) = faults.causes(caught.value).values()
-    assert "its module places ids by their hash and the number of rows" in str(error)
+    message = refusal(target, str(tmp_path / "0"), resize=["*"])
+    assert "its module places ids by their hash and the number of rows" in message

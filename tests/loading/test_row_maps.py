@@ -13,7 +13,8 @@ from torch.optim import Adagrad, Optimizer
 from torchrec.optim import RowWiseAdagrad
 
 import torchrec_cnr as cnr
-from tests.support import faults, models
+from tests.loading.loads import load_by, refusal
+from tests.support import models
 from tests.support.jobs import save
 from tests.support.models import SHARDINGS, Whole, state, torchrec_job, train, whole
 from tests.support.ranks import RankPools
@@ -34,20 +35,6 @@ def _maps() -> dict[str, Tensor]:
     return {f"*.ebc.embedding_bags.{name}.weight*": rows for name, rows in maps.items()}
 
 
-def _load(target: dict[str, Any], path: str, **options: Any) -> cnr.LoadReport:
-    planner = cnr.CNRLoadPlanner(**options)
-    dcp.load(target, storage_reader=cnr.CNRStorageReader(path), planner=planner)
-    return planner.report
-
-
-def _refusal(target: dict[str, Any], path: str, **options: Any) -> str:
-    """The message of a load that is refused."""
-    with pytest.raises(dcp.api.CheckpointException) as caught:
-        _load(target, path, **options)
-    (error,) = {str(error) for error in faults.causes(caught.value).values()}
-    return error
-
-
 def _mapped(
     rank: int, root: str, shardings: tuple[str, str], fused: type[Optimizer], bits: int | None
 ) -> tuple[Whole, Whole, Whole, cnr.LoadReport]:
@@ -61,11 +48,11 @@ def _mapped(
         save(state(job), f"{root}/{number}", planner, quantization=scheme)
     tracker.close()
     same = torchrec_job(3, shardings[1], fused=fused)
-    _load(state(same), f"{root}/2")
+    load_by(state(same), f"{root}/2")
     target = torchrec_job(2, shardings[1], fused=fused, bag_rows=NEW_ROWS)
     train(target, 7)
     before = whole(state(target))
-    report = _load(state(target), f"{root}/2", resize=_maps())
+    report = load_by(state(target), f"{root}/2", resize=_maps())
     return whole(state(same)), before, whole(state(target)), report
 
 
@@ -131,7 +118,7 @@ def test_any_map_is_that_of_a_list(
     saved = cnr.load_table(root / str(len(steps)), "t.weight")
     row_map = torch.tensor([row if row < num_saved else -1 for row in rows], dtype=torch.int64)
     target = torch.full((len(rows), num_cols), -7.0)
-    _load({"t": {"weight": target}}, str(root / str(len(steps))), resize={"t.*": row_map})
+    load_by({"t": {"weight": target}}, str(root / str(len(steps))), resize={"t.*": row_map})
     for row, values in zip(row_map.tolist(), target, strict=True):
         expected = saved[row] if row >= 0 else torch.full((num_cols,), -7.0)
         assert torch.equal(values, expected)
@@ -155,7 +142,7 @@ def test_a_map_that_does_not_fit_is_refused(tmp_path: Path, resize: dict[str, An
     saved = {"a": torch.ones(4, 2), "b": torch.ones(4, 3)}
     dcp.save(saved, storage_writer=models.writer(tmp_path / "0"))
     target = {"a": torch.zeros(6, 2), "b": torch.zeros(6, 2)}
-    assert words in _refusal(target, str(tmp_path / "0"), resize=resize)
+    assert words in refusal(target, str(tmp_path / "0"), resize=resize)
     assert not any(value.any() for value in target.values())
 
 
@@ -183,18 +170,18 @@ def test_state_has_the_map_of_its_table(tmp_path: Path) -> None:
     dcp.save(tensors, storage_writer=models.writer(tmp_path / "0"))
     target = {"model": {key: torch.zeros(4, 2)}, "fused": {"state": {key: {"t.exp_avg": torch.zeros(4, 2)}}}}
     rows = torch.tensor([3, 2, 1, 0])
-    message = _refusal(target, str(tmp_path / "0"), resize={"model.*": rows})
+    message = refusal(target, str(tmp_path / "0"), resize={"model.*": rows})
     assert f"'fused.state.{key}.t.exp_avg' and its table 'model.{key}': give both the same row map" in message
-    message = _refusal(target, str(tmp_path / "0"), resize={"fused.*": rows})
+    message = refusal(target, str(tmp_path / "0"), resize={"fused.*": rows})
     assert "give both the same row map" in message
-    _load(target, str(tmp_path / "0"), resize={"*": rows})
+    load_by(target, str(tmp_path / "0"), resize={"*": rows})
 
 
 def _load_by_different_maps(rank: int, root: str) -> str:
     job = torchrec_job(1)
     save(state(job), f"{root}/0")
     rows = torch.arange(37).roll(rank)
-    return _refusal(state(job), f"{root}/0", resize={"*.ebc.embedding_bags.t0.weight*": rows})
+    return refusal(state(job), f"{root}/0", resize={"*.ebc.embedding_bags.t0.weight*": rows})
 
 
 def test_maps_that_differ_between_ranks_are_refused(tmp_path: Path, rank_pool: RankPools) -> None:
@@ -208,7 +195,7 @@ def test_a_permuted_table_keeps_its_size(tmp_path: Path) -> None:
     table, other = torch.nn.Embedding(9, 3), torch.nn.Embedding(9, 3)
     dcp.save({"t": table.state_dict()}, storage_writer=models.writer(tmp_path / "0"))
     tracker, rows = cnr.RowTracker(other), torch.arange(8, -1, -1)
-    report = _load({"t": other.state_dict()}, str(tmp_path / "0"), tracker=tracker, resize={"t.weight": rows})
+    report = load_by({"t": other.state_dict()}, str(tmp_path / "0"), tracker=tracker, resize={"t.weight": rows})
     assert torch.equal(other.weight, table.weight.flip(0))
     assert (report.mapped_rows, report.reshaped) == ({"t.weight": 9}, {})
     assert repr(report).startswith("LoadReport(1 loaded, 1 mapped rows, ")

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import torchrec_cnr as cnr
-from tests.support import faults, models
+from tests.loading.loads import load_by, refusal
+from tests.support import models
 from tests.support.jobs import save
 from tests.support.models import SHARDINGS, Whole, plain_job, state, torchrec_job, train, whole
 from tests.support.ranks import RankPools
@@ -22,20 +23,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 RENAME = {"*.goods.weight": "*.t0.weight", "*.goods.weight.goods.*": "*.t0.weight.t0.*"}
 RESIZE = ["model.ebc.*", "fused.state.ebc.*"]
-
-
-def _load(target: dict[str, Any], path: str, **options: Any) -> cnr.LoadReport:
-    planner = cnr.CNRLoadPlanner(**options)
-    dcp.load(target, storage_reader=cnr.CNRStorageReader(path), planner=planner)
-    return planner.report
-
-
-def _refusal(target: dict[str, Any], path: str, **options: Any) -> str:
-    """The message of a load that is refused."""
-    with pytest.raises(dcp.api.CheckpointException) as caught:
-        _load(target, path, **options)
-    (error,) = {str(error) for error in faults.causes(caught.value).values()}
-    return error
 
 
 def _start(rank: int, root: str, sharding: str, bag_rows: tuple[int, ...]) -> tuple[Whole, Whole, Whole, Any]:
@@ -48,7 +35,7 @@ def _start(rank: int, root: str, sharding: str, bag_rows: tuple[int, ...]) -> tu
     target = torchrec_job(2, sharding, bag_rows=bag_rows, item_table="goods")
     train(target, 2)
     before = whole(state(target))
-    report = _load(state(target), f"{root}/0", rename=RENAME, resize=RESIZE)
+    report = load_by(state(target), f"{root}/0", rename=RENAME, resize=RESIZE)
     return whole(state(job)), before, whole(state(target)), report
 
 
@@ -92,7 +79,7 @@ def test_only_what_is_asked_for_is_loaded(tmp_path: Path) -> None:
     save(state(job, seen=3), f"{tmp_path}/0")
     before, tracker = whole(state(target)), cnr.RowTracker(target.model)
     wanted = {**state(target), "new": torch.ones(2)}
-    report = _load(wanted, f"{tmp_path}/0", tracker=tracker, only=["model.bag.*", "*optimizer.param_groups*"])
+    report = load_by(wanted, f"{tmp_path}/0", tracker=tracker, only=["model.bag.*", "*optimizer.param_groups*"])
     found, saved = whole(state(target)), whole(state(job))
     assert models.differing(found, saved) != []
     assert [fqn for fqn in models.differing(found, saved) if fqn in report.loaded] == []
@@ -124,7 +111,7 @@ def test_any_sizes_and_names(
     kept = [name for name in saved if name in num_rows] or list(saved)[:1]
     target = {f"x.{name}.y": torch.full((num_rows.get(name, 3), saved[name].shape[1]), -1.0) for name in kept}
     more = {"more": torch.ones(1)} if has_more else {}
-    report = _load({**target, **more}, str(root / "0"), rename={"x.*.y": "*"}, resize=["x.*"], only=["x.*"])
+    report = load_by({**target, **more}, str(root / "0"), rename={"x.*.y": "*"}, resize=["x.*"], only=["x.*"])
     for name in kept:
         found, num_both = target[f"x.{name}.y"], min(len(saved[name]), len(target[f"x.{name}.y"]))
         assert torch.equal(found[:num_both], saved[name][:num_both])
@@ -159,7 +146,7 @@ def test_what_would_be_guessed_is_refused(tmp_path: Path, options: dict[str, Any
     saved = {"a": torch.ones(4, 2), "b": torch.ones(4), "d": torch.ones(4)}
     dcp.save(saved, storage_writer=models.writer(tmp_path / "0"))
     target = {"a": torch.zeros(4, 3), "b": torch.zeros(6), "c": torch.zeros(1), "d": torch.zeros(3)}
-    message = _refusal(target, str(tmp_path / "0"), **options)
+    message = refusal(target, str(tmp_path / "0"), **options)
     assert [word for word in words if word not in message] == []
     assert not any(value.any() for value in target.values())
 
@@ -185,7 +172,7 @@ def test_wrong_rules_are_refused(options: dict[str, Any], words: str) -> None:
 def _load_by_different_rules(rank: int, root: str) -> str:
     job = torchrec_job(1)
     save(state(job), f"{root}/0")
-    return _refusal(state(job), f"{root}/0", only=["model.*"] if dist.get_rank() else ["*"])
+    return refusal(state(job), f"{root}/0", only=["model.*"] if dist.get_rank() else ["*"])
 
 
 def test_rules_that_differ_between_ranks_are_refused(tmp_path: Path, rank_pool: RankPools) -> None:
@@ -205,11 +192,11 @@ def test_state_of_column_shards_is_not_resized_without_its_table(tmp_path: Path,
     """A save without a tracker does not tell where the values of one shard end: they would go to other rows."""
     dcp.save(_fused(4, torch.arange(8.0)), storage_writer=models.writer(tmp_path / "0"))
     target = _fused(num_rows, torch.full((num_state,), -1.0))
-    message = _refusal(target, str(tmp_path / "0"), resize=["model.*", "fused.state.*"])
+    message = refusal(target, str(tmp_path / "0"), resize=["model.*", "fused.state.*"])
     assert "1 of another size: 'fused.state.ebc.embedding_bags.t.weight.t.momentum1'" in message
     dcp.save(_fused(4, torch.arange(4.0)), storage_writer=models.writer(tmp_path / "1"))
     target = _fused(6, torch.full((6,), -1.0))
-    _load(target, str(tmp_path / "1"), resize=["model.*", "fused.state.*"])
+    load_by(target, str(tmp_path / "1"), resize=["model.*", "fused.state.*"])
     state = target["fused"]["state"]["ebc.embedding_bags.t.weight"]["t.momentum1"]
     assert state.tolist() == [0.0, 1.0, 2.0, 3.0, -1.0, -1.0]
 
@@ -221,8 +208,8 @@ def _halved(rank: int, root: str) -> str:
     save(state(job), f"{root}/0", cnr.CNRSavePlanner(tracker))
     tracker.close()
     target = torchrec_job(2, "column", bag_rows=(10, 8, 4))
-    message = _refusal(state(target), f"{root}/0", only=["fused.state.ebc.embedding_bags.t0.*"])
-    _load(state(target), f"{root}/0", resize=RESIZE)
+    message = refusal(state(target), f"{root}/0", only=["fused.state.ebc.embedding_bags.t0.*"])
+    load_by(state(target), f"{root}/0", resize=RESIZE)
     found, saved = whole(state(target)), whole(state(job))
     fqn = "fused.state.ebc.embedding_bags.t0.weight.t0.momentum1"
     assert torch.equal(found[fqn], saved[fqn][:10].repeat(2))
@@ -241,7 +228,7 @@ def _swapped(rank: int, root: str) -> str:
     save(state(job), f"{root}/0", cnr.CNRSavePlanner(tracker))
     tracker.close()
     names = {number: f"*.ebc.embedding_bags.t{number}.weight.t{number}.*" for number in (0, 1)}
-    return _refusal(state(job), f"{root}/0", rename={names[0]: names[1], names[1]: names[0]})
+    return refusal(state(job), f"{root}/0", rename={names[0]: names[1], names[1]: names[0]})
 
 
 def test_state_is_not_renamed_without_its_table(tmp_path: Path, rank_pool: RankPools) -> None:
@@ -253,7 +240,7 @@ def test_state_is_not_renamed_without_its_table(tmp_path: Path, rank_pool: RankP
 def test_a_message_has_the_names_of_both_sides(tmp_path: Path) -> None:
     """A user looks for the name in the model, and for the saved one in the checkpoint."""
     dcp.save({"old": torch.ones(4, 2)}, storage_writer=models.writer(tmp_path / "0"))
-    message = _refusal({"new": torch.zeros(4, 3)}, str(tmp_path / "0"), rename={"new": "old"})
+    message = refusal({"new": torch.zeros(4, 3)}, str(tmp_path / "0"), rename={"new": "old"})
     assert "1 of another size: 'new' (saved as 'old') (saved [4, 2], wanted [4, 3])" in message
 
 
@@ -262,10 +249,10 @@ def test_only_excludes_objects_of_other_ranks_too(tmp_path: Path) -> None:
     saved = {"w": torch.ones(2), "reader": {f"rank_{rank}_of_2": b"position" for rank in range(2)}}
     dcp.save(saved, storage_writer=models.writer(tmp_path / "0"))
     target: dict[str, Any] = {"w": torch.zeros(2), "reader": {"rank_0_of_1": b"mine"}}
-    report = _load(target, str(tmp_path / "0"), only=["w"])
+    report = load_by(target, str(tmp_path / "0"), only=["w"])
     assert (report.loaded, report.skipped) == (("w",), ("reader.rank_0_of_1",))
     assert target["reader"] == {"rank_0_of_1": b"mine"}
-    message = _refusal(target, str(tmp_path / "0"), rename={"reader.*": "old.*"})
+    message = refusal(target, str(tmp_path / "0"), rename={"reader.*": "old.*"})
     assert "cannot be renamed, because another number of ranks saved it" in message
 
 
@@ -278,5 +265,5 @@ def test_what_is_not_loaded_still_tells_the_optimizer(tmp_path: Path) -> None:
     dcp.save(adagrad, storage_writer=models.writer(tmp_path / "0"))
     adam = _fused(4, torch.zeros(4, 2))
     adam["fused"]["state"]["ebc.embedding_bags.t.weight"]["t.exp_avg_sq"] = torch.zeros(4, 2)
-    message = _refusal(adam, str(tmp_path / "0"), only=["model.*", "*.momentum1"])
+    message = refusal(adam, str(tmp_path / "0"), only=["model.*", "*.momentum1"])
     assert "1 not in the checkpoint: 'fused.state.ebc.embedding_bags.t.weight.t.momentum1'" in message
