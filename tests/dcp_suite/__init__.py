@@ -2,5 +2,4 @@
 
 - ``__main__``: gets the tests, runs them, and compares what fails with what is refused by design.
 - ``substitutes``: imported first by each file of tests: puts our classes in place of the stock ones.
-- ``expected``: the tests that cannot pass, each with the reason.
 """

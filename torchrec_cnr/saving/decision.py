@@ -241,12 +241,11 @@ def _intact_head(head: Head) -> tuple[Checkpoint, History] | None:
 
 def _has_directories(lineage: Lineage) -> bool:
     """Return whether the other directories are there whose data files a chain uses since it was compacted."""
-    directories = {
-        link.store.at(pack.directory).url: link.store.at(pack.directory)
-        for link in lineage.checkpoints
-        for pack in link.manifest.packs
-        if pack.directory is not None and pack.log is None
-    }
+    directories: dict[str, Store] = {}
+    for link in lineage.checkpoints:
+        for path in {pack.directory for pack in link.manifest.packs if pack.directory is not None and pack.log is None}:
+            directory = link.store.at(path)
+            directories[directory.url] = directory
     roots = {posixpath.dirname(url): directory.at("..") for url, directory in directories.items()}
     names = {url: frozenset(root.names()) for url, root in roots.items()}
     return all(posixpath.basename(url) in names[posixpath.dirname(url)] for url in directories)
