@@ -28,7 +28,9 @@ class Costs:
         bytes_per_hour: The bytes written per hour.
         bytes_per_day: The bytes written per day.
         bytes_per_sec: The average bandwidth of all ranks, in bytes per second.
-        bytes_per_sec_of_rank: The average bandwidth of one rank.
+        bytes_per_sec_of_rank: The average bandwidth of one rank, without compaction.
+        compaction_bytes_per_sec: The average bandwidth of compaction, which one process does for all ranks. It writes
+            this much, and reads at least as much.
         baseline_bytes_per_sec: The bandwidth of all ranks that writes a baseline within ``save_secs``.
         baseline_bytes_per_sec_of_rank: The same of one rank.
         delta_bytes_per_sec: The bandwidth of all ranks that writes the largest delta within ``save_secs``; 0 if there
@@ -46,6 +48,7 @@ class Costs:
     bytes_per_day: int
     bytes_per_sec: int
     bytes_per_sec_of_rank: int
+    compaction_bytes_per_sec: int
     baseline_bytes_per_sec: int
     baseline_bytes_per_sec_of_rank: int
     delta_bytes_per_sec: int
@@ -120,14 +123,15 @@ def estimate(sizing: Sizing) -> Estimate:
 
 
 def _costs(sizing: Sizing, baseline: int, run: Run) -> Costs:
-    per_sec = run.written / sizing.interval_secs
+    per_sec, copied_per_sec = run.written / sizing.interval_secs, run.copied / sizing.interval_secs
     baseline_per_sec, delta_per_sec = baseline / sizing.save_secs, run.largest_delta / sizing.save_secs
     return Costs(
         bytes_per_save=run.written,
         bytes_per_hour=round(per_sec * _HOUR_SECS),
         bytes_per_day=round(per_sec * _DAY_SECS),
         bytes_per_sec=round(per_sec),
-        bytes_per_sec_of_rank=round(per_sec / sizing.num_ranks),
+        bytes_per_sec_of_rank=round((per_sec - copied_per_sec) / sizing.num_ranks),
+        compaction_bytes_per_sec=round(copied_per_sec),
         baseline_bytes_per_sec=round(baseline_per_sec),
         baseline_bytes_per_sec_of_rank=round(baseline_per_sec / sizing.num_ranks),
         delta_bytes_per_sec=round(delta_per_sec),

@@ -26,6 +26,7 @@ class Run:
 
     Attributes:
         written: The bytes written per save, with compaction, as an average over the run.
+        copied: Those of them that compactions write. One process copies them for all ranks.
         kept: The most bytes in the store after old checkpoints were removed.
         peak: The most bytes in the store while a new checkpoint exists, and the one that it replaces still does.
         restore: The most bytes that a restore reads.
@@ -35,6 +36,7 @@ class Run:
     """
 
     written: int
+    copied: int
     kept: int
     peak: int
     restore: int
@@ -72,7 +74,7 @@ def _chained(
     chain = baseline + (num_saves - 1) * delta
     most_intervals = 1 if num_saves > 1 else 0
     if isinstance(policy, Consecutive):
-        return Run(round(chain / num_saves), chain, chain, chain, chain, delta, most_intervals)
+        return Run(round(chain / num_saves), 0, chain, chain, chain, chain, delta, most_intervals)
     bound = policy.max_ratio * (baseline + row_numbers)
     num_compacted = max(0.0, chain - bound) / max(1, delta)  # saves with a compaction
     copied = max(0.0, min(_COPIED * baseline, _MOST_COPIED * delta, baseline - delta))
@@ -80,6 +82,7 @@ def _chained(
     kept = bound + (keep_last - 1) * _MOST_NEEDED * per_save
     return Run(
         written=round((chain + copied * num_compacted) / num_saves),
+        copied=round(copied * num_compacted / num_saves),
         kept=round(min(chain, kept)),
         peak=round(min(chain, kept + per_save)),
         restore=round(min(chain, bound)),
@@ -109,7 +112,7 @@ def _simulated(policy: Policy, baseline: int, delta: Callable[[int], int], num_s
         peak = max(peak, _needed(newest, baseline))
         kept = max(kept, _needed(list(newest)[-keep_last:], baseline))
     restore = baseline + largest
-    return Run(round(written / num_simulated), kept, peak, restore, restore, largest, most_intervals)
+    return Run(round(written / num_simulated), 0, kept, peak, restore, restore, largest, most_intervals)
 
 
 def _needed(checkpoints: Iterable[tuple[int, int]], baseline: int) -> int:

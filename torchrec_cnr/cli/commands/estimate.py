@@ -64,7 +64,15 @@ _PolicyName = Annotated[
     Literal["compacted", "intermittent", "one-shot", "consecutive", "full"],
     typer.Option("--policy", help="The policy."),
 ]
-_Keep = Annotated[int, typer.Option("--keep", min=1, metavar="N", help="Checkpoints that are kept: the newest N.")]
+_Keep = Annotated[
+    int,
+    typer.Option(
+        "--keep",
+        min=1,
+        metavar="N",
+        help="Checkpoints that are kept: the newest N. A manager keeps all, unless you set its keep.",
+    ),
+]
 _Ranks = Annotated[
     int | None,
     typer.Option("--ranks", min=1, metavar="N", help="Ranks, which share the rows evenly (1, or those of CHECKPOINT)."),
@@ -250,6 +258,8 @@ def _lines(sizing: Sizing, found: Estimate) -> Iterator[_Line]:
             yield _Line(f"  {label}", values[0][0], values[1][0], _bandwidth_text)
             if sizing.num_ranks > 1:
                 yield _Line("    per rank", values[0][1], values[1][1], _bandwidth_text)
+        if label == "average" and ours.compaction_bytes_per_sec:
+            yield _Line("    compaction, by one process", ours.compaction_bytes_per_sec, None, _bandwidth_text)
     yield from _store_lines(found)
     yield from _memory_lines(found)
 
