@@ -8,7 +8,7 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -104,6 +104,23 @@ def test_missing_parents(run: HotLineage) -> None:
     """A lineage with a missing link cannot be folded below it, but above."""
     Path(run.path).with_name("step-1").joinpath(MANIFEST_FILE).unlink()
     with pytest.raises(DamagedError, match="step-1 is missing"):
+        compact(run.path)
+    assert not read_checkpoint(run.path).is_compacted
+
+
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (Path.unlink, "the data file is missing"),
+        (lambda path: os.truncate(path, 3), r"truncated: expected \d+ bytes, got 3"),
+    ],
+    ids=["removed", "truncated"],
+)
+def test_files_that_are_missing_or_truncated(run: HotLineage, damage: Callable[[Path], None], found: str) -> None:
+    """The message says which of the two, before anything is copied."""
+    step_1 = read_checkpoint(Path(run.path).with_name("step-1"))
+    damage(Path(step_1.store.path) / step_1.manifest.packs[0].name)
+    with pytest.raises(DamagedError, match=rf"step-1/.*: {found}; use another checkpoint"):
         compact(run.path)
     assert not read_checkpoint(run.path).is_compacted
 

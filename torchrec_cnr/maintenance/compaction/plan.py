@@ -200,15 +200,18 @@ def plan_compaction(
 
 
 def _check_sizes(store: Store, merged: MergedChain) -> None:
-    """Raise a ``DamagedError`` for truncated data files, before a survey that may take long."""
+    """Raise a ``DamagedError`` for missing or truncated data files, before a survey that may take long."""
     files = {directory: store.at(directory or ".").listing().files for directory in {p.directory for p in merged.packs}}
     for pack in merged.packs:
-        num_bytes = files[pack.directory].get(pack.name, 0)
-        if pack.log is None and num_bytes != pack.num_bytes:
-            raise DamagedError(
-                f"{place_of(store.at(pack.directory or '.'), pack)}: truncated: expected {pack.num_bytes} bytes, got "
-                f"{num_bytes}; use another checkpoint"
-            )
+        if pack.log is not None:
+            continue
+        num_bytes = files[pack.directory].get(pack.name)
+        if num_bytes == pack.num_bytes:
+            continue
+        found = f"truncated: expected {pack.num_bytes} bytes, got {num_bytes}"
+        if num_bytes is None:
+            found = "the data file is missing"
+        raise DamagedError(f"{place_of(store.at(pack.directory or '.'), pack)}: {found}; use another checkpoint")
 
 
 def _split(
