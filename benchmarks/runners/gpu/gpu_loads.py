@@ -17,7 +17,7 @@ FULL, QUICK = TableSizes(2, 4_000_000, 64), TableSizes(2, 2_000, 64)
 NUM_ROUNDS, NUM_QUICK_ROUNDS = 3, 1
 NUM_UPDATES, NUM_QUICK_UPDATES = 5, 2
 UPDATED = 0.05  # share of rows in each delta that the served model applies
-STOCK = "stock, whole state"
+PLAIN_DCP = "plain DCP"
 SAMPLED_EVERY = 997
 
 
@@ -32,7 +32,7 @@ def run(setup: Setup) -> Report:
         setup.say(f"making {sizes} on {device_name(device)}")
         model = TableModel(sizes, device=device)
         candidates = {name: _ours(model, setup, name, scheme) for name, scheme in SCHEMES.items()}
-        candidates[STOCK] = _stock(model, setup)
+        candidates[PLAIN_DCP] = _plain(model, setup)
         loads = interleave(candidates, num_rounds, lambda number: setup.say(round_name(number, num_rounds)))
         updates = _updates(model, setup)
     num_rows = sizes.num_tables * sizes.num_rows
@@ -49,7 +49,7 @@ def run(setup: Setup) -> Report:
                 for name in loads
             ),
             *(
-                Figure.over_rounds(f"load, {name}, time of the stock", ratios(loads, name, STOCK), "×")
+                Figure.over_rounds(f"load, {name}, time of plain DCP", ratios(loads, name, PLAIN_DCP), "×")
                 for name in SCHEMES
             ),
             Figure.over_rounds("served model: lookups held off by an update", [s[1] for s in updates], "ms"),
@@ -76,8 +76,8 @@ def _fqns(model: TableModel) -> list[str]:
     return [f"model.{fqn}" for fqn in model.sharded.state_dict()]
 
 
-def _stock(model: TableModel, setup: Setup) -> Candidate:
-    path = setup.folder / "stock"
+def _plain(model: TableModel, setup: Setup) -> Candidate:
+    path = setup.folder / "plain-dcp"
     state = {f"t{index}": table for index, table in enumerate(model.tables())} | model.optimizer_tensors()
     dcp.save(state, storage_writer=FileSystemWriter(path, sync_files=False))  # type: ignore[attr-defined]
     saved = [table[::SAMPLED_EVERY].clone() for table in model.tables()]
@@ -86,7 +86,7 @@ def _stock(model: TableModel, setup: Setup) -> Candidate:
         dcp.load(state, storage_reader=FileSystemReader(path))  # type: ignore[attr-defined]
         wait_for(model.device)
 
-    return Candidate(load, lambda _: model.clear(), lambda _: _check(STOCK, model, saved))
+    return Candidate(load, lambda _: model.clear(), lambda _: _check(PLAIN_DCP, model, saved))
 
 
 def _check(name: str, model: TableModel, saved: list[Tensor]) -> None:

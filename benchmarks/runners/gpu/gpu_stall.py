@@ -21,12 +21,12 @@ from benchmarks.support.rounds import Candidate, Setup, interleave, ratios, roun
 
 FULL, QUICK = TableSizes(2, 16_000_000, 64), TableSizes(2, 2_000, 64)
 NUM_ROUNDS, NUM_QUICK_ROUNDS = 5, 1
-STOCK = "stock, staged in the background"
+PLAIN_DCP = "plain DCP, staged in the background"
 MAX_STALL_MS, MIN_RATIO = 20.0, 20.0
 CNR_SCHEMES: dict[str, cnr.Scheme] = dict(SCHEMES)
 
 
-class StockSaves:
+class PlainSaves:
     """Saves of the whole state by DCP's own writer, whose stager copies to pinned memory in a stream of its own."""
 
     def __init__(self, model: TableModel, folder: Path) -> None:
@@ -63,7 +63,7 @@ class StockSaves:
 
 
 def run(setup: Setup) -> Report:
-    """Time how long training waits, with each scheme and with the stock stager; all in turns."""
+    """Time how long training waits, with each scheme and with plain DCP's stager; all in turns."""
     device = benchmark_device(setup)
     if device is None:
         return nothing_timed(setup)
@@ -72,14 +72,14 @@ def run(setup: Setup) -> Report:
     with one_rank(setup.folder, device):
         setup.say(f"making {sizes} on {device_name(device)}")
         model = TableModel(sizes, device=device)
-        saves: dict[str, StockSaves | Lineage] = {}
+        saves: dict[str, PlainSaves | Lineage] = {}
         for name, scheme in CNR_SCHEMES.items():
             setup.say(f"saving a baseline: {name}")
             saves[name] = Lineage(TableModel(sizes, device=device), setup.folder / name, scheme, SHARE)
-        saves[STOCK] = StockSaves(model, setup.folder / "stock")
+        saves[PLAIN_DCP] = PlainSaves(model, setup.folder / "plain-dcp")
         saved: dict[str, list[Any]] = {name: [] for name in saves}
 
-        def candidate(name: str, lineage: StockSaves | Lineage) -> Candidate:
+        def candidate(name: str, lineage: PlainSaves | Lineage) -> Candidate:
             saving: list[Future[Any]] = []
             stall_secs: list[float] = []
 
@@ -122,7 +122,7 @@ def run(setup: Setup) -> Report:
             ),
             *(
                 Figure.over_rounds(
-                    f"stall, {name}, shorter than the stock", ratios(stalls, STOCK, name), "×", at_least=MIN_RATIO
+                    f"stall, {name}, shorter than plain DCP", ratios(stalls, PLAIN_DCP, name), "×", at_least=MIN_RATIO
                 )
                 for name in CNR_SCHEMES
             ),

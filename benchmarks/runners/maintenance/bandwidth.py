@@ -83,13 +83,13 @@ def run(setup: Setup) -> Report:
     cells: dict[tuple[str, str], Cell] = {}
     half: dict[tuple[str, str], Cell] = {}
     with one_rank(setup.folder):
-        stock_bytes = _stock_bytes(num_rows, setup.folder / "stock")
+        plain_bytes = _plain_bytes(num_rows, setup.folder / "plain-dcp")
 
         def run_one(name: str, width: str, state_scheme: cnr.Scheme) -> Cell:
             setup.say(f"{name}, {width}, state by {state_scheme}: {num_checkpoints} checkpoints")
             scheme, masks = SCHEMES[width], modified_rows(num_rows, num_checkpoints)
             pack_bytes = num_rows * scheme.row_bytes(DIM, torch.float32) // NUM_PACKS
-            return _cell(list(saved(POLICIES[name], scheme, masks, pack_bytes, state_scheme)), stock_bytes)
+            return _cell(list(saved(POLICIES[name], scheme, masks, pack_bytes, state_scheme)), plain_bytes)
 
         for width in SCHEMES:
             cells.update(((name, width), run_one(name, width, EXACT)) for name in POLICIES)
@@ -97,13 +97,13 @@ def run(setup: Setup) -> Report:
             cells[PAPER, width] = _paper_cell(bits, num_rows, num_checkpoints)
         for width in WIDTHS_WITH_HALF:
             half.update(((name, width), run_one(name, width, HALF)) for name in POLICIES_WITH_HALF)
-    return _report(cells, half, stock_bytes, num_rows, num_checkpoints)
+    return _report(cells, half, plain_bytes, num_rows, num_checkpoints)
 
 
 def _report(
     cells: Mapping[tuple[str, str], Cell],
     half: Mapping[tuple[str, str], Cell],
-    stock_bytes: int,
+    plain_bytes: int,
     num_rows: int,
     num_checkpoints: int,
 ) -> Report:
@@ -111,7 +111,7 @@ def _report(
     return Report(
         title=f"{num_checkpoints} checkpoints of {num_rows:,} × {DIM} with row-wise state, 26 % modified before each",
         notes=(
-            f"All as so many times less than full fp32 checkpoints by the stock writer, of {stock_bytes:,} bytes each.",
+            f"All as so many times less than full fp32 checkpoints by plain DCP, of {plain_bytes:,} bytes each.",
             "Everything in files counts, the first baseline and compaction's copies too. 11 intervals modify 52 %.",
             "Row-wise optimizer state is stored exactly, but where bf16 is said: there in two bytes.",
             "Compacted leaves a restore 1.16 times what it needs to read, unless max_ratio is said.",
@@ -161,7 +161,7 @@ def _paper_cell(bits: int | None, num_rows: int, num_checkpoints: int) -> Cell:
     return _cell(list(steps), num_rows * FULL_ROW_BYTES)
 
 
-def _stock_bytes(num_rows: int, folder: Path) -> int:
+def _plain_bytes(num_rows: int, folder: Path) -> int:
     state = {"table": torch.randn(num_rows, DIM), "state": torch.rand(num_rows)}
     save(state, storage_writer=FileSystemWriter(folder))
     return num_bytes(folder)

@@ -91,7 +91,7 @@ def run(setup: Setup) -> Report:
         figures=(
             Figure("written by Compacted, less than full by", 1 / found["written"], "×", at_least=MIN_REDUCTION),
             Figure("capacity, at its most", found["capacity"], "×", at_most=MAX_CAPACITY),
-            Figure("restore of a kept head, at its most", found["restore"], "×", at_most=MAX_RESTORE),
+            Figure("restore of a checkpoint, at its most", found["restore"], "×", at_most=MAX_RESTORE),
         ),
         tables=(Table(columns, tuple(course.row(name) for name, course in courses.items())),),
         plot={"ours": OURS, "policies": {name: course.summary() for name, course in courses.items()}},

@@ -23,7 +23,7 @@ def run(setup: Setup) -> Report:
         setup.say(f"making {sizes}")
         model = TableModel(sizes)
         memory = _memory(model, setup)
-        saves: dict[str, DCPSaves | Lineage] = {DCP: DCPSaves(model, setup.folder / "stock")}
+        saves: dict[str, DCPSaves | Lineage] = {DCP: DCPSaves(model, setup.folder / "plain-dcp")}
         for name, scheme in SCHEMES.items():
             saves[name] = Lineage(TableModel(sizes), setup.folder / name, scheme, SHARE)
         rates = time_saves(saves, setup, num_rounds, waits=True)
@@ -33,7 +33,7 @@ def run(setup: Setup) -> Report:
         notes=(
             f"{num_rounds} rounds after a warm-up, all in turns; each time, random rows were marked as modified.",
             "A stall is the time until dcp.async_save returns; for the rate, it is until the save is committed, when",
-            "the next one begins. The stock writer saves these tables as plain tensors, since its stager cannot copy",
+            "the next one begins. Plain DCP saves these tables as plain tensors, since its stager cannot copy",
             "TorchRec's; it writes one file. No file is forced to disk.",
         ),
         figures=(*_stall_figures(stalls), *_rate_figures(rates), *memory),
@@ -47,7 +47,7 @@ def run(setup: Setup) -> Report:
 def _stall_figures(stalls: Timings) -> list[Figure]:
     return [
         Figure.over_rounds(
-            f"stall, {name}, shorter than the stock", ratios(stalls, DCP, name), "×", at_least=MIN_STALL_RATIO
+            f"stall, {name}, shorter than plain DCP", ratios(stalls, DCP, name), "×", at_least=MIN_STALL_RATIO
         )
         for name in SCHEMES
     ]
@@ -56,7 +56,7 @@ def _stall_figures(stalls: Timings) -> list[Figure]:
 def _rate_figures(rates: Timings) -> list[Figure]:
     return [
         Figure.over_rounds(
-            f"saves a minute, {name}, of the stock's",
+            f"saves a minute, {name}, of plain DCP's",
             ratios(rates, DCP, name),
             "×",
             at_least=MIN_RATE_RATIO if name == "4 bits" else None,

@@ -39,9 +39,9 @@ def run(setup: Setup) -> Report:
     num_modified = sizes.num_tables * round(SHARE * sizes.num_rows)
     with one_rank(setup.folder):
         model = TableModel(sizes)
-        setup.say("saving the whole state with the stock writer")
-        model.save(FileSystemWriter(setup.folder / "stock"))
-        stock_bytes = num_bytes(setup.folder / "stock")
+        setup.say("saving the whole state with plain DCP")
+        model.save(FileSystemWriter(setup.folder / "plain-dcp"))
+        plain_bytes = num_bytes(setup.folder / "plain-dcp")
         found = {name: _save(model, setup, name) for name in SCHEMES}
     rows = [
         (
@@ -55,7 +55,7 @@ def run(setup: Setup) -> Report:
     ]
     smaller = [
         Figure(
-            f"delta, {name}, smaller than the stock", stock_bytes / found[name].delta, "×", at_least=TARGETS.get(name)
+            f"delta, {name}, smaller than plain DCP", plain_bytes / found[name].delta, "×", at_least=TARGETS.get(name)
         )
         for name in SCHEMES
     ]
@@ -65,7 +65,7 @@ def run(setup: Setup) -> Report:
     return Report(
         title=f"bytes on disk of {sizes}, {100 * SHARE:g} % of the rows modified at random",
         notes=(
-            f"Bytes are those of all files of a checkpoint; the stock one, by FileSystemWriter, has {stock_bytes:,}.",
+            f"Bytes are those of all files of a checkpoint; that of plain DCP has {plain_bytes:,}.",
             f"The numbers of the modified rows have an entropy of H(p)/p = {entropy:.3f} bits a row.",
         ),
         figures=(*smaller, Figure("bits of a row's number, over their entropy", max(over_entropy), "×")),

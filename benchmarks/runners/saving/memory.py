@@ -102,10 +102,10 @@ def _encoding_figures(setup: Setup) -> Iterator[Figure]:
 
 
 def _stock_figures(model: TableModel, setup: Setup) -> Iterator[Figure]:
-    setup.say("saving and loading the whole state with the stock writer and reader")
-    folder = setup.folder / "stock"
-    yield Figure("stock save of the whole state", peak_mib(lambda: model.save(FileSystemWriter(folder))), "MiB")
-    yield Figure("stock load of it", peak_mib(lambda: model.load(FileSystemReader(folder))), "MiB")
+    setup.say("saving and loading the whole state with plain DCP")
+    folder = setup.folder / "plain-dcp"
+    yield Figure("plain DCP's save of the whole state", peak_mib(lambda: model.save(FileSystemWriter(folder))), "MiB")
+    yield Figure("plain DCP's load of it", peak_mib(lambda: model.load(FileSystemReader(folder))), "MiB")
     shutil.rmtree(folder)
 
 

@@ -15,7 +15,7 @@ from benchmarks.support.report import Figure, Report
 from benchmarks.support.rounds import Candidate, Setup, Timings, interleave, ratios, round_name, times_table
 
 SHARE = 0.26  # share of rows that are modified between two checkpoints
-DCP = "stock, whole state"
+DCP = "plain DCP"
 SCHEMES: Mapping[str, cnr.Scheme] = {"4 bits": cnr.AdaptiveAsymmetric(4), "exact": cnr.NoQuantization()}
 SAVE_TARGETS = {"4 bits": 3.0}  # time of DCP's own save, divided by ours
 MAX_LOAD_ERROR = 0.1
@@ -62,8 +62,8 @@ def run(setup: Setup) -> Report:
 def _time_saves(model: TableModel, setup: Setup, num_rounds: int, sync_files: bool) -> Timings:
     """Time saves; each round trains, then saves the whole state, a delta and a baseline."""
     folder = setup.folder / f"saves-{sync_files}"
-    stock = _stock_save(model, sync_files)
-    candidates = {DCP: _candidate(folder / "stock", stock, is_kept=False)}
+    plain = _plain_save(model, sync_files)
+    candidates = {DCP: _candidate(folder / "plain-dcp", plain, is_kept=False)}
     trackers = {name: cnr.RowTracker(model.sharded) for name in SCHEMES}
     for name, scheme in SCHEMES.items():
         setup.say(f"saving the baseline of all deltas, {name}")
@@ -95,7 +95,7 @@ def _time_loads(model: TableModel, setup: Setup, num_rounds: int) -> Timings:
         for name, scheme in SCHEMES.items():
             setup.say(f"saving what will be loaded: {step}, {name}")
             _our_save(model, scheme, planners[name], sync_files=True)(folder / name / step)
-    _stock_save(model, sync_files=True)(folder / "stock")
+    _plain_save(model, sync_files=True)(folder / "plain-dcp")
     saved = model.sampled_rows()
 
     def candidate(load: Callable[[], object]) -> Candidate:
@@ -106,7 +106,7 @@ def _time_loads(model: TableModel, setup: Setup, num_rounds: int) -> Timings:
     def lineage(path: Path) -> Candidate:
         return candidate(lambda: model.load(cnr.CNRStorageReader(path), cnr.CNRLoadPlanner(tracker)))
 
-    candidates = {DCP: candidate(lambda: model.load(FileSystemReader(folder / "stock")))}
+    candidates = {DCP: candidate(lambda: model.load(FileSystemReader(folder / "plain-dcp")))}
     candidates |= {_lineage(name): lineage(folder / name / "delta") for name in SCHEMES}
     return interleave(candidates, num_rounds, lambda number: setup.say(f"loading: {round_name(number, num_rounds)}"))
 
@@ -118,7 +118,7 @@ def _check(model: TableModel, saved: Tensor) -> None:
         raise RuntimeError(f"what was loaded is not what was saved: the rows differ by {error:.1%} of their norm")
 
 
-def _stock_save(model: TableModel, sync_files: bool) -> Save:
+def _plain_save(model: TableModel, sync_files: bool) -> Save:
     return lambda path: model.save(FileSystemWriter(path, sync_files=sync_files))
 
 
@@ -137,7 +137,7 @@ def _candidate(folder: Path, save: Save, is_kept: bool) -> Candidate:
 def _save_figures(timings: Timings, condition: str, has_targets: bool = True) -> list[Figure]:
     return [
         Figure.over_rounds(
-            f"save of a delta, {name}, faster than the stock{condition}",
+            f"save of a delta, {name}, faster than plain DCP{condition}",
             ratios(timings, DCP, _delta(name)),
             "×",
             at_least=SAVE_TARGETS.get(name) if has_targets else None,
@@ -149,7 +149,7 @@ def _save_figures(timings: Timings, condition: str, has_targets: bool = True) ->
 def _load_figures(timings: Timings) -> list[Figure]:
     return [
         Figure.over_rounds(
-            f"load of baseline and delta, {name}, as long as the stock",
+            f"load of baseline and delta, {name}, as long as plain DCP",
             ratios(timings, _lineage(name), DCP),
             "×",
             at_most=MAX_LOAD_TIMES,

@@ -21,7 +21,7 @@ SCHEMES: Mapping[str, cnr.Scheme] = {
     "4 bits adaptive": cnr.AdaptiveAsymmetric(4),
     "exact": cnr.NoQuantization(),
 }
-DCP = "stock, whole state"
+DCP = "plain DCP"
 FULL, QUICK = TableSizes(2, 2_000_000, 64), TableSizes(2, 2_000, 64)
 
 
