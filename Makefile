@@ -48,8 +48,8 @@ types: .venv ## static types
 quick: .venv ## the tests that take less than half a second each
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not long" --numprocesses 2 --dist loadfile
 
-unit: .venv ## tests, but the slow ones; three files at a time, as many wait for servers, those that take long first
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --numprocesses 3 --dist loadfile --no-loadscope-reorder
+unit: .venv ## tests, but the slow ones; four files at a time, as many wait for servers, those that take long first
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-full: .venv ## all tests, the slow ones too; takes hours
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --hypothesis-profile full --numprocesses 2 --dist load

@@ -19,8 +19,8 @@ from tests.support.ranks import RankPools
 from torchrec_cnr.testing import Fault
 
 NUM_FAULTS = 2_000  # at least, in the slow run
-NUM_SAMPLED = 200  # in every run
-NUM_DEATHS = 5  # of these, ranks that die in a save: each takes ten times as long
+NUM_SAMPLED = 100  # in every run
+NUM_DEATHS = 3  # of these, ranks that die in a save: each takes ten times as long
 LIMIT_SECS = 280.0
 NUM_PARTS = 5  # of which each takes a minute at most
 MEMORY = Path("/dev/shm")

@@ -39,8 +39,12 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 # The longest, and those whose parts other tests run: loads by ranks, requests to S3, Kafka, a served model, methods to
-# save, and what is made for GPUs.
+# save, compaction, and what is made for GPUs.
 SLOW = (
+    "compaction",
+    "growth",
+    "tracker",
+    "gpu-marking",
     "headline",
     "cost",
     "integrity",

@@ -28,6 +28,14 @@ from torchrec_cnr.storage.store import Store
 numbers = count()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _old_objects_are_frozen() -> Iterator[None]:
+    """A collection does not look at what was there before these tests; all modules and tests take it a second."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 class Rows:
     """What a caller holds."""
 
