@@ -58,7 +58,7 @@ _BROKER = """broker.id=0
 listeners=PLAINTEXT://127.0.0.1:{port}
 log.dirs={folder}/data
 zookeeper.connect=localhost:{zookeeper_port}
-zookeeper.session.timeout.ms=2500
+zookeeper.session.timeout.ms=5000
 auto.create.topics.enable=false
 offsets.topic.replication.factor=1
 offsets.topic.num.partitions=4
