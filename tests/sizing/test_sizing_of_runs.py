@@ -172,7 +172,8 @@ def _sizes(found: Estimate) -> dict[str, Any]:
     """All that must not shrink."""
     delta = 0 if found.delta is None else found.delta.num_bytes
     costs, memory = dict(vars(found.costs)), vars(found.memory)
-    del costs["compaction_bytes_per_sec"]  # deltas that replace more rows leave fewer to copy
+    for name in ("compaction_bytes_per_day", "compaction_bytes_per_sec"):
+        del costs[name]  # deltas that replace more rows leave fewer to copy
     return {"full": found.full_fp32_bytes, "baseline": found.baseline.num_bytes, "delta": delta, **costs, **memory}
 
 

@@ -168,7 +168,10 @@ def _parents(lineage: Lineage) -> str:
         directories = {pack.directory for pack in lineage.newest.manifest.packs if pack.directory is not None}
         where = ", ".join(sorted(name_text(posixpath.basename(directory)) for directory in directories)[:_MANY_LINKS])
         more = f" and {len(directories) - _MANY_LINKS:,} more" if len(directories) > _MANY_LINKS else ""
-        return f"no other checkpoint: it was compacted{'; uses data files in ' * bool(where)}{where}{more}"
+        uses = f"; uses data files in {where}{more}" if where else ""
+        saved_on = lineage.newest.committed.parent
+        on_top = "" if saved_on is None else f"; saved on top of {name_text(posixpath.basename(saved_on.path))}"
+        return f"no other checkpoint: it was compacted{uses}{on_top}"
     if len(names) > _MANY_LINKS:
         names = [names[0], f"… {len(names) - 2:,} more …", names[-1]]
     oldest = lineage.checkpoints[0]

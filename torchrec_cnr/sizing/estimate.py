@@ -29,6 +29,7 @@ class Costs:
         bytes_per_day: The bytes written per day.
         bytes_per_sec: The average bandwidth of all ranks, in bytes per second.
         bytes_per_sec_of_rank: The average bandwidth of one rank, without compaction.
+        compaction_bytes_per_day: Those of ``bytes_per_day`` that compaction writes.
         compaction_bytes_per_sec: The average bandwidth of compaction, which one process does for all ranks. It writes
             this much, and reads at least as much.
         baseline_bytes_per_sec: The bandwidth of all ranks that writes a baseline within ``save_secs``.
@@ -48,6 +49,7 @@ class Costs:
     bytes_per_day: int
     bytes_per_sec: int
     bytes_per_sec_of_rank: int
+    compaction_bytes_per_day: int
     compaction_bytes_per_sec: int
     baseline_bytes_per_sec: int
     baseline_bytes_per_sec_of_rank: int
@@ -131,6 +133,7 @@ def _costs(sizing: Sizing, baseline: int, run: Run) -> Costs:
         bytes_per_day=round(per_sec * _DAY_SECS),
         bytes_per_sec=round(per_sec),
         bytes_per_sec_of_rank=round((per_sec - copied_per_sec) / sizing.num_ranks),
+        compaction_bytes_per_day=round(copied_per_sec * _DAY_SECS),
         compaction_bytes_per_sec=round(copied_per_sec),
         baseline_bytes_per_sec=round(baseline_per_sec),
         baseline_bytes_per_sec_of_rank=round(baseline_per_sec / sizing.num_ranks),

@@ -61,10 +61,11 @@ def test_rows_may_be_written_as_people_do(rows: str) -> None:
 
 
 def test_tables_may_be_those_of_a_checkpoint(run: Path) -> None:
-    """Of a checkpoint or a root: rows, dims and ranks."""
+    """Of a checkpoint or a root: rows, dims, ranks, and whether there is row-wise state."""
     sizes = [entry.size for entry in cnr.read_checkpoint(run / "step-3").manifest.tensors.values() if entry.is_table]
     assert len(sizes) == 2
     tables = [option for rows, dim in sizes for option in ("--table", f"{rows}x{dim}")]
+    tables += ["--optimizer-state", "none"]
     newest = cnr.read_checkpoint(run / "step-3").manifest
     assert (newest.kind, newest.policy) == ("delta", "Consecutive"), "so its rows are those that one interval modified"
     share = str(newest.num_rows / sum(rows for rows, _ in sizes))
@@ -73,6 +74,7 @@ def test_tables_may_be_those_of_a_checkpoint(run: Path) -> None:
     assert cnr_json("estimate", run / "step-1") == cnr_json("estimate", *tables), "a baseline"
     assert cnr_json("estimate", run) == cnr_json("estimate", run / "step-3")
     assert cnr_json("estimate", run, "--ranks", 3)["inputs"]["num_ranks"] == 3
+    assert cnr_json("estimate", run, "--optimizer-state", "bf16")["inputs"]["optimizer_state"] == "bf16"
 
 
 def test_state_as_large_as_a_table_is_named(tmp_path: Path) -> None:
@@ -83,6 +85,7 @@ def test_state_as_large_as_a_table_is_named(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="torch.distributed is"):
         dcp.save(state, storage_writer=cnr.CNRStorageWriter(tmp_path / "0"), planner=cnr.CNRSavePlanner(tracker))
     told = cnr_result("estimate", tmp_path).stderr
+    assert cnr_json("estimate", tmp_path)["inputs"]["optimizer_state"] == "none"
     assert "left out 1 tensor as large as a table" in told
     del state["exp_avg"]
     with pytest.warns(UserWarning, match="torch.distributed is"):

@@ -56,8 +56,11 @@ _Modified = Annotated[
     ),
 ]
 _State = Annotated[
-    Literal["fp32", "bf16", "none"],
-    typer.Option("--optimizer-state", help="How row-wise state, one value per row, is stored."),
+    Literal["fp32", "bf16", "none"] | None,
+    typer.Option(
+        "--optimizer-state",
+        help="How row-wise state, one value per row, is stored (fp32, or none if CHECKPOINT has no such state).",
+    ),
 ]
 _Interval = Annotated[str, typer.Option("--interval", metavar="TIME", help="Time between two saves: 90s, 30m, 2h.")]
 _PolicyName = Annotated[
@@ -91,7 +94,7 @@ def estimate_(
     tables: _Tables = None,
     modified: _Modified = None,
     bits: Bits = "4",
-    state: _State = "fp32",
+    state: _State = None,
     interval: _Interval = "30m",
     policy: _PolicyName = "compacted",
     keep: _Keep = 3,
@@ -125,6 +128,7 @@ def estimate_(
         raise ConfigurationError(f"--within must be at most --interval, which is {interval} (got {within})")
     if interval_secs > run_secs:
         raise ConfigurationError(f"--interval must be at most --run, which is {run} (got {interval})")
+    state = state or ("fp32" if model.has_state else "none")
     sizing = Sizing(
         tables=model.tables,
         modified=model.modified if modified is None else parse_share("--modified", modified),
@@ -152,11 +156,13 @@ class _Model:
         tables: The tables.
         num_ranks: The number of ranks that saved the checkpoint.
         modified: The share of the rows that an interval modifies.
+        has_state: Whether there is row-wise optimizer state.
     """
 
     tables: tuple[Table, ...]
     num_ranks: int = 1
     modified: float = _MODIFIED
+    has_state: bool = True
 
 
 def _model(checkpoint: str | None, rows: str | None, dim: str | None, tables: Sequence[str] | None) -> _Model:
@@ -185,7 +191,8 @@ def _model_of(path: str) -> _Model:
         )
     is_one_interval = manifest.kind == "delta" and manifest.policy in _POLICIES_OF_ONE_INTERVAL and manifest.num_rows
     modified = manifest.num_rows / sum(size[0] for size in sizes) if is_one_interval else _MODIFIED
-    return _Model(tuple(Table(*size) for size in sizes), manifest.world_size, min(1.0, modified))
+    has_state = any(entry.table is not None for entry in manifest.tensors.values())
+    return _Model(tuple(Table(*size) for size in sizes), manifest.world_size, min(1.0, modified), has_state)
 
 
 def _inputs(sizing: Sizing, bits: str, state: str, policy: str) -> dict[str, object]:
@@ -221,12 +228,14 @@ class _Line:
         ours: The value of this library.
         plain: The value of plain DCP.
         text: Formats a value.
+        has_ratio: Whether the two can be compared.
     """
 
     label: str
     ours: int | None = None
     plain: int | None = None
     text: Callable[[int], str] = bytes_text
+    has_ratio: bool = True
 
 
 def _lines(sizing: Sizing, found: Estimate) -> Iterator[_Line]:
@@ -243,6 +252,9 @@ def _lines(sizing: Sizing, found: Estimate) -> Iterator[_Line]:
     yield _Line("  per save, on average", ours.bytes_per_save, plain.bytes_per_save)
     yield _Line("  per hour", ours.bytes_per_hour, plain.bytes_per_hour)
     yield _Line("  per day", ours.bytes_per_day, plain.bytes_per_day)
+    if ours.compaction_bytes_per_day:
+        yield _Line("    by saves", ours.bytes_per_day - ours.compaction_bytes_per_day)
+        yield _Line("    by compaction", ours.compaction_bytes_per_day)
     yield _Line("bandwidth")
     within = duration_text(round(1e9 * sizing.save_secs))
     in_time = plain.baseline_bytes_per_sec, plain.baseline_bytes_per_sec_of_rank
@@ -296,9 +308,10 @@ def _memory_lines(found: Estimate) -> Iterator[_Line]:
     memory = found.memory
     yield _Line("memory of a rank")
     yield _Line(f"  tracker, {number_text(memory.tracker_row_bytes)} bytes per row", memory.tracker)
-    yield _Line("  staging of a baseline", memory.staging_baseline, found.plain_dcp_staging)
-    if found.delta is not None:
-        yield _Line("  staging of a delta", memory.staging_delta, found.plain_dcp_staging)
+    staged = {"baseline": memory.staging_baseline} | ({"delta": memory.staging_delta} if found.delta else {})
+    for kind, num_bytes in staged.items():
+        is_limited = num_bytes > memory.staging_limit  # training then waits for the rest: a ratio would mislead
+        yield _Line(f"  staging of a {kind}", num_bytes, found.plain_dcp_staging, has_ratio=not is_limited)
     yield _Line("  peak of a save", memory.peak_save)
     yield _Line("  peak of an asynchronous save", memory.peak_async_save)
 
@@ -316,7 +329,10 @@ def _print(sizing: Sizing, found: Estimate, bits: str, state: str) -> None:
         "": [Text(line.label, "bold" if line.ours is None else "") for line in lines],
         ">torchrec_cnr": ["" if line.ours is None else line.text(line.ours) for line in lines],
         ">plain DCP": ["" if line.plain is None else line.text(line.plain) for line in lines],
-        ">plain/ours": [f"{ratio_text(line.plain / line.ours)}x" if line.plain and line.ours else "" for line in lines],
+        ">plain/ours": [
+            f"{ratio_text(line.plain / line.ours)}x" if line.plain and line.ours and line.has_ratio else ""
+            for line in lines
+        ],
     }
     print_columns(console, columns, [">plain/ours", ">plain DCP"])
     for note in _notes(sizing, found):
