@@ -85,7 +85,7 @@ def test_state_as_large_as_a_table_is_named(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="torch.distributed is"):
         dcp.save(state, storage_writer=cnr.CNRStorageWriter(tmp_path / "0"), planner=cnr.CNRSavePlanner(tracker))
     told = cnr_result("estimate", tmp_path).stderr
-    assert cnr_json("estimate", tmp_path)["inputs"]["optimizer_state"] == "none"
+    assert "optimizer state none" in cnr_result("estimate", tmp_path).stdout
     assert "left out 1 tensor as large as a table" in told
     del state["exp_avg"]
     with pytest.warns(UserWarning, match="torch.distributed is"):
