@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.repository.pages import api_names
 from tests.repository.pages.test_docstring_examples import PUBLIC
 
 FOLDER = Path(__file__).parents[3] / "docs" / "reference" / "api"
@@ -193,3 +194,10 @@ def test_names_in_annotations_are_seen() -> None:
     """Also those in quotes, and within other types."""
     (annotation,) = (node.value for node in ast.parse("Mapping[str, 'A'] | 'B | C[D]' | e.F").body)  # type: ignore[attr-defined]
     assert {"A", "B", "C", "D"} <= set(_names_in(annotation))
+
+
+@pytest.mark.parametrize("page", api_names.PAGES, ids=lambda page: page.stem)
+def test_tables_of_names_are_those_of_the_code(page: Path) -> None:
+    """``python -m tests.repository.pages.api_names`` writes them."""
+    assert page.read_text() == api_names.with_table(page.read_text(), page.stem)
+    assert api_names.BEGIN in page.read_text()
