@@ -55,7 +55,7 @@ SCHEMES: list[cnr.Scheme] = [
     *mixed.SCHEMES,
 ]
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")]
 
 every_step = pytest.mark.parametrize("step", EXPECTED)
 every_planner = pytest.mark.parametrize("planner", [cnr.CNRLoadPlanner, DefaultLoadPlanner])

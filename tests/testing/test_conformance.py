@@ -16,6 +16,8 @@ from torchrec_cnr.storage.store import Store
 from torchrec_cnr.testing import ConformanceCheck, Fault, FaultyStore, conformance_checks, run_conformance
 from torchrec_cnr.testing.__main__ import main
 
+pytestmark = pytest.mark.long
+
 CHECKS = conformance_checks(num_faults=2, large_bytes=3 << 20)
 TRIPS = [check.name for check in CHECKS if check.name.startswith("round trip")]
 BROKEN: dict[str, tuple[type[Honest], ...]] = {
