@@ -36,7 +36,6 @@ from torchrec_cnr.reading.regions import TensorRegion
 from torchrec_cnr.storage import pack_writer
 
 pytestmark = [
-    pytest.mark.long,
     pytest.mark.filterwarnings("ignore:torch.distributed is"),
     pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated"),
 ]

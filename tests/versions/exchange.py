@@ -31,8 +31,8 @@ def main(action: str, folder: Path) -> None:
     for name in SCHEMES:
         save(folder / name, name) if action == "save" else load(folder / name, name)
     dist.destroy_process_group()
-    # Not the end of Python: a thread of gloo that still holds a tensor would end the process by SIGABRT, once in some
-    # hundred times (https://github.com/pytorch/pytorch/pull/179291).
+    # Not the end of Python: a thread of gloo that still holds a tensor sometimes ends the process by SIGABRT
+    # (https://github.com/pytorch/pytorch/pull/179291).
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -128,7 +128,7 @@ def _facts(inspected: Inspected) -> Table:
     ago = f"{age} by this machine's clock" if age.startswith("in ") else f"{age} ago"
     table.add_row("committed", f"{instant_text(checkpoint.created_ns)}, {ago}")
     if lineage is None:
-        table.add_row("based on", name_cell(_parent(checkpoint)))
+        table.add_row("based on", name_cell(_parent(checkpoint, checkpoint.manifest)))
         table.add_row(Text("problem", "red"), name_cell(inspected.problem or "", "red"))
     else:
         table.add_row("based on", Text(_parents(lineage)))
@@ -147,9 +147,9 @@ def _facts(inspected: Inspected) -> Table:
     return table
 
 
-def _parent(checkpoint: Checkpoint) -> str:
-    """Return the parent that the manifest names, relative to the root."""
-    parent, root = checkpoint.manifest.parent, checkpoint.store.at("..")
+def _parent(checkpoint: Checkpoint, manifest: Manifest) -> str:
+    """Return the parent that a manifest of the checkpoint names, relative to the root."""
+    parent, root = manifest.parent, checkpoint.store.at("..")
     return "no other checkpoint" if parent is None else posixpath.relpath(root.at(f"x/{parent.path}").path, root.path)
 
 
@@ -169,9 +169,8 @@ def _parents(lineage: Lineage) -> str:
         where = ", ".join(sorted(name_text(posixpath.basename(directory)) for directory in directories)[:_MANY_LINKS])
         more = f" and {len(directories) - _MANY_LINKS:,} more" if len(directories) > _MANY_LINKS else ""
         uses = f"; uses data files in {where}{more}" if where else ""
-        saved_on = lineage.newest.committed.parent
-        on_top = "" if saved_on is None else f"; saved on top of {name_text(posixpath.basename(saved_on.path))}"
-        return f"no other checkpoint: it was compacted{uses}{on_top}"
+        saved_on = name_text(_parent(lineage.newest, lineage.newest.committed))
+        return f"no other checkpoint: it was compacted{uses}; saved on top of {saved_on}"
     if len(names) > _MANY_LINKS:
         names = [names[0], f"… {len(names) - 2:,} more …", names[-1]]
     oldest = lineage.checkpoints[0]

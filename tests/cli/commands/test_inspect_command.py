@@ -148,6 +148,7 @@ def test_inspect_after_a_compaction(run: Path, tmp_path: Path) -> None:
     text, document = cnr_text("inspect", newest.store.url), cnr_json("inspect", newest.store.url)
     assert text.splitlines()[0].endswith("step-3  delta, compacted")
     assert "based on   no other checkpoint: it was compacted" in text
+    assert "; saved on top of step-2" in " ".join(text.split())
     assert re.search(r"rows +\d+ stored of tables with 52, including older versions of rows", text)
     (before,) = [entry for entry in cnr_json("ls", run)["checkpoints"] if entry["name"] == "step-3"]
     assert document["written_bytes"] == before["written_bytes"] < document["num_bytes"]

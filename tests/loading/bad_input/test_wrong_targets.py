@@ -15,7 +15,7 @@ from tests.support.jobs import SavingJob, assert_loads, load_into, save
 from tests.support.models import differing, plain_job, state, train, whole
 from torchrec_cnr.format.manifest_parser import VERSION
 
-pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:torch.distributed is")]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 
 def test_there_is_nothing_to_load(run: SavingJob, tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ def _line(path: str, stem: str) -> str:
     found, name = pkgutil.resolve_name(path), path.rpartition(".")[2]
     arguments = "" if stem in VALUES or not callable(found) else _arguments(found)
     summary = (inspect.getdoc(found) or "").partition("\n\n")[0].replace("\n", " ")
-    plain = _ROLE.sub(r"`\1`", summary).replace("``", "`")
-    return f"| `{name}{arguments}` | {plain} |".replace(" | None", " or None")
+    plain = _ROLE.sub(r"`\1`", summary).replace("``", "`").replace("|", "\\|")
+    return f"| `{name}{arguments}` | {plain} |"
 
 
 def _arguments(found: Any) -> str:
@@ -50,7 +50,7 @@ def _arguments(found: Any) -> str:
 def _shown(parameters: list[inspect.Parameter]) -> Iterator[str]:
     is_after_star = False
     for parameter in parameters:
-        if parameter.name == "self" or parameter.name.startswith("_"):
+        if parameter.name.startswith("_"):
             continue
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not is_after_star:
             is_after_star = True
