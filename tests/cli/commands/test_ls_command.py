@@ -195,35 +195,35 @@ def test_ls_tells_programs_the_same(run: Path) -> None:
 
 
 def test_ls_tells_apart_what_is_no_checkpoint(run: Path, tmp_path: Path) -> None:
-    """Damaged, newer, unfinished, empty and foreign directories, none of which hides the checkpoints."""
+    """Corrupt, newer, unfinished, empty and foreign directories, none of which hides the checkpoints."""
     root = tmp_path / "run"
     shutil.copytree(run, root)
     manifest = (root / "step-1" / "manifest.json").read_bytes()
     shutil.copytree(root / "step-3", root / "newer")
     runs.change_manifest(root / "newer", rb'"version":\d+', b'"version":99')
-    for name in ("damaged", "unfinished", "empty", "foreign"):
+    for name in ("corrupt", "unfinished", "empty", "foreign"):
         (root / name).mkdir()
-    (root / "damaged" / "manifest.json").write_bytes(manifest[:-2])
+    (root / "corrupt" / "manifest.json").write_bytes(manifest[:-2])
     (root / "unfinished" / "5a7e-0-0.safetensors").write_bytes(b"12345")
     (root / "foreign" / "notes").write_bytes(b"123")
     (root / "file").write_bytes(b"")
     document = cnr_json("ls", root)
     assert [entry["name"] for entry in document["checkpoints"]] == list(NAMES)
     assert {entry["name"]: entry["state"] for entry in document["others"]} == {
-        name: name for name in ("damaged", "newer", "unfinished", "empty", "foreign")
+        name: name for name in ("corrupt", "newer", "unfinished", "empty", "foreign")
     }
     assert {entry["name"]: entry["num_bytes"] for entry in document["others"] if entry["name"] != "newer"} == {
-        "damaged": len(manifest) - 2,
+        "corrupt": len(manifest) - 2,
         "unfinished": 5,
         "empty": 0,
         "foreign": 3,
     }
     messages = {entry["name"]: entry["message"] for entry in document["others"]}
     assert "version 99" in messages["newer"]
-    assert "not a complete manifest" in messages["damaged"]
+    assert "not a complete manifest" in messages["corrupt"]
     text = cnr_text("ls", root)
     for words in (
-        r"damaged +corrupt +.*not a complete",
+        r"corrupt +corrupt +.*not a complete",
         "newer +newer version",
         "unfinished +unfinished +1 file, 5 B",
     ):

@@ -33,11 +33,11 @@ from torchrec_cnr.maintenance.run_history import RunHistory
 from torchrec_cnr.storage.leases import is_lease
 from torchrec_cnr.storage.store import Store
 
-EntryState = Literal["damaged", "newer", "unreadable", "pruned", "unfinished", "empty", "foreign"]
+EntryState = Literal["corrupt", "newer", "unreadable", "pruned", "unfinished", "empty", "foreign"]
 
 _LINES = 40  # fit on a screen
 _MEANINGS: Mapping[EntryState, str] = {
-    "damaged": "corrupt",
+    "corrupt": "corrupt",
     "newer": "newer version",
     "unreadable": "unreadable",
     "pruned": "pruned",
@@ -190,7 +190,7 @@ def _users(catalog: Catalog) -> dict[str, list[str]]:
 def _state(entry: Entry, catalog: Catalog) -> EntryState:
     """Return why a directory is not a checkpoint."""
     if isinstance(entry.problem, DamagedError):
-        return "damaged"
+        return "corrupt"
     if isinstance(entry.problem, VersionError):
         return "newer"
     if entry.problem is not None:
