@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor, ShardedTensorBase
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
@@ -31,7 +31,7 @@ class LocalShard:
 
 def local_shards(value: Any) -> Sequence[LocalShard]:
     """Return the shards of an item of a state dict that this rank holds; none if the item is not a tensor."""
-    if isinstance(value, ShardedTensor):
+    if isinstance(value, ShardedTensorBase):
         return [
             LocalShard(_box(shard.metadata.shard_offsets, shard.metadata.shard_sizes), shard.tensor)
             for shard in value.local_shards()
@@ -112,13 +112,13 @@ def wait_for_devices(values: Iterable[Any]) -> None:
 def dtype_name(tensor: Tensor) -> str:
     """Return the name of a tensor's dtype in manifests, such as ``float32``."""
     # Each operation on a ShardedTensor warns that the class is deprecated, and also that returns its dtype or size.
-    dtype = tensor.metadata().tensor_properties.dtype if isinstance(tensor, ShardedTensor) else tensor.dtype
+    dtype = tensor.metadata().tensor_properties.dtype if isinstance(tensor, ShardedTensorBase) else tensor.dtype
     return str(dtype).removeprefix("torch.")
 
 
 def size_of(tensor: Tensor) -> tuple[int, ...]:
     """Return the size of a whole tensor."""
-    return tuple(tensor.metadata().size if isinstance(tensor, ShardedTensor) else tensor.size())
+    return tuple(tensor.metadata().size if isinstance(tensor, ShardedTensorBase) else tensor.size())
 
 
 def first_rows(tensor: Tensor) -> tuple[int, ...]:

@@ -1,15 +1,23 @@
 """TorchRec models, quantized and not, loaded and looked up."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torchrec import EmbeddingCollection, KeyedJaggedTensor
-from torchrec.inference.modules import quantize_embeddings
-from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddingCollection
+from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedJaggedTensor
+from torchrec.distributed.global_settings import get_propogate_device, set_propogate_device
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.inference.modules import quantize_embeddings, shard_quant_model
+from torchrec.quant.embedding_modules import (
+    EmbeddingCollection as QuantEmbeddingCollection,
+)
+from torchrec.quant.embedding_modules import (
+    quant_prep_enable_quant_state_dict_split_scale_bias_for_types,
+)
 
 import torchrec_cnr as cnr
 from tests.support import models
@@ -55,6 +63,29 @@ def quantized(model: nn.Module, dtype: torch.dtype, **options: Any) -> nn.Module
         additional_mapping={EmbeddingCollection: QuantEmbeddingCollection},
         **options,
     )
+
+
+def sharded(seed: int, dtype: torch.dtype, sharding_types: Mapping[str, str]) -> nn.Module:
+    """A quantized model whose tables TorchRec has sharded over two CPU devices of this process, by their names."""
+    model = float_model(seed)
+    quant_prep_enable_quant_state_dict_split_scale_bias_for_types(model, [EmbeddingBagCollection, EmbeddingCollection])
+    constraints = {
+        table: ParameterConstraints([sharding_type], ["quant"], min_partition=DIM // 2)
+        for table, sharding_type in sharding_types.items()
+    }
+    result, _ = shard_quant_model(
+        quantized(model, dtype), 2, compute_device="cpu", sharding_device="cpu", constraints=constraints
+    )
+    return result
+
+
+@contextmanager
+def sharded_on_cpus() -> Iterator[None]:
+    """Without this, TorchRec puts the tables and features of sharded quantized modules on other devices than asked."""
+    before = get_propogate_device()
+    set_propogate_device(True)
+    yield
+    set_propogate_device(before)
 
 
 def look_up(model: nn.Module, ids: Callable[[int], Tensor]) -> tuple[Any, Any]:

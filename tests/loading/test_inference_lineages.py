@@ -136,8 +136,9 @@ def test_turns_are_bounded(num_rows: list[int], num_cols: int, budget_rows: int)
         regions = [
             region
             for target in targets
+            for box in [Box((0, 0), (len(target), num_cols))]
             for region in regions_module.inference_regions(
-                "t", target, row, torch.float32, [_shard(len(target), num_cols // 2)]
+                "t", box, target, row, torch.float32, [_shard(len(target), num_cols // 2)]
             )
         ]
         turns = regions_module.turns(regions)

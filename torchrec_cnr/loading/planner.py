@@ -249,7 +249,9 @@ class CNRLoadPlanner(DefaultLoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """Return the target of a read. For a quantized table it has whole rows, even if the state dict has a part."""
         table = self._inference.find(self.state_dict[read_item.dest_index.fqn])
-        target: Tensor = super().resolve_tensor(read_item) if table is None else table.rows
+        if table is not None:
+            return table.shards[read_item.dest_index.index or 0].rows
+        target: Tensor = super().resolve_tensor(read_item)
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:

@@ -277,27 +277,28 @@ class ValueLayout:
 
 @dataclass(frozen=True)
 class InferenceLayout:
-    """The layout for a whole float table, whose rows are converted to those of an inference kernel.
+    """The layout for a float table, whose rows are converted to those of inference kernels.
 
     Attributes:
-        row: Format of a row in the kernel.
-        num_rows: Number of rows.
+        shards: The box of each shard, in the table's indices, and the format of its rows in its kernel.
     """
 
-    row: InferenceRow
-    num_rows: int
+    shards: tuple[tuple[Box, InferenceRow], ...]
     converts: ClassVar[bool] = True
 
     def read_items(
         self, fqn: str, saved_fqn: str, state_dict: Mapping[str, Any], metadata: LoadMetadata
     ) -> list[ReadItem]:
-        """Return one read, of the size of the float table."""
-        table_box = Box.whole((self.num_rows, self.row.num_cols))
-        return [LayoutReadItem.of(self, table_box, fqn, saved_fqn, 0, table_box)]
+        """Return one read for each shard that has rows, of its size in floats."""
+        return [
+            LayoutReadItem.of(self, box, fqn, saved_fqn, index, box)
+            for index, (box, _) in enumerate(self.shards)
+            if box.num_rows
+        ]
 
     def regions(self, tensor: LineageTensor, box: Box, target: Tensor) -> list[Region]:
-        """Return the regions for the rows, in windows if checkpoints store them in pieces."""
-        return tensor.regions(box, target, self.row)
+        """Return the regions for the rows of a shard, in windows if checkpoints store them in other pieces."""
+        return tensor.regions(box, target, dict(self.shards)[box])
 
 
 @dataclass(frozen=True)
@@ -354,29 +355,39 @@ def _item_box(item: ReadItem) -> Box:
 
 
 @dataclass(frozen=True, eq=False)
-class InferenceTable:
-    """A table of an inference kernel.
+class InferenceShard:
+    """A shard of a table, in an inference kernel.
 
     Attributes:
-        rows: uint8 [num_rows, row_bytes], whole rows, shared with the kernel.
+        box: Its box in the indices of the float table.
+        rows: uint8 [num_rows, row_bytes], its rows with their scales and biases, shared with the kernel.
         row: Format of a row.
-        views: Tensors that represent the table in state dicts: the rows, or their part with the codes. They share the
+        views: Tensors that represent the shard in state dicts: the rows, or their part with the codes. They share the
             memory of ``rows``.
     """
 
+    box: Box
     rows: Tensor
     row: InferenceRow
     views: Sequence[Tensor]
 
-    @property
-    def size(self) -> tuple[int, int]:
-        """Numbers of rows and columns of the corresponding float table."""
-        return len(self.rows), self.row.num_cols
+
+@dataclass(frozen=True, eq=False)
+class InferenceTable:
+    """A table of inference kernels.
+
+    Attributes:
+        size: Numbers of rows and columns of the corresponding float table.
+        shards: Its shards, all in this process; one if it is not sharded.
+    """
+
+    size: tuple[int, int]
+    shards: tuple[InferenceShard, ...]
 
     @property
     def layout(self) -> InferenceLayout:
         """The conversion of a float table of the same size to this one."""
-        return InferenceLayout(self.row, len(self.rows))
+        return InferenceLayout(tuple((shard.box, shard.row) for shard in self.shards))
 
 
 class TargetTables:
@@ -388,7 +399,9 @@ class TargetTables:
 
     def __init__(self, tables: Sequence[InferenceTable]) -> None:
         self.tables = tuple(tables)
-        self._by_memory = {memory_key(view): table for table in tables for view in table.views}
+        self._by_memory = {
+            memory_key(view): table for table in tables for shard in table.shards for view in shard.views
+        }
         self._by_memory.pop(None, None)  # a table without rows has no memory
 
     def __repr__(self) -> str:
@@ -397,7 +410,10 @@ class TargetTables:
 
     def find(self, value: Any) -> InferenceTable | None:
         """Return the table that an item of a state dict represents, whatever its key; None if it is no such table."""
-        if not isinstance(value, Tensor) or dtype_name(value) != "uint8":
-            return None
-        # TorchRec wraps codes of 2 and 4 bits in a subclass of Tensor, and this returns its bytes.
-        return self._by_memory.get(memory_key(value.view(torch.uint8)))
+        for shard in local_shards(value):
+            if dtype_name(shard.tensor) == "uint8":
+                # TorchRec wraps codes of 2 and 4 bits in a subclass of Tensor, and this returns its bytes.
+                table = self._by_memory.get(memory_key(shard.tensor.view(torch.uint8)))
+                if table is not None:
+                    return table
+        return None

@@ -4,7 +4,7 @@ TorchRec's quantized collections look rows up in FBGEMM's inference kernels, and
 state dicts, as uint8. The kernels define the format of that memory.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fbgemm_gpu.split_embedding_configs import SparseType
@@ -15,8 +15,9 @@ from torchrec.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagColl
 from torchrec.quant.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from torchrec_cnr.errors import ConfigurationError
+from torchrec_cnr.format.boxes import Box, fills
 from torchrec_cnr.kernels.search_plan import SCALE_AND_BIAS_BYTES
-from torchrec_cnr.loading.read_items import InferenceTable, TargetTables
+from torchrec_cnr.loading.read_items import InferenceShard, InferenceTable, TargetTables
 from torchrec_cnr.quantization.fbgemm_rows import InferenceRow
 
 _BITS = {SparseType.INT2: 2, SparseType.INT4: 4, SparseType.INT8: 8, SparseType.FP16: 16, SparseType.FP32: 32}
@@ -27,14 +28,15 @@ class InferenceTables(TargetTables):
     """All quantized tables of a model, as targets for ``CNRLoadPlanner(inference=...)``.
 
     Finds TorchRec's quantized ``EmbeddingBagCollection`` and ``EmbeddingCollection`` with tables of INT8, INT4, INT2,
-    FP16 or FP32, on CPUs. Tables are matched by storage, so pass the model's live state dict to ``dcp.load``.
+    FP16 or FP32, on CPUs, and those that TorchRec has sharded. Tables are matched by storage, so pass the model's live
+    state dict to ``dcp.load``.
 
     Args:
         model: The quantized model (see ``torchrec.inference.modules.quantize_embeddings``).
 
     Raises:
-        ConfigurationError: The model has no quantized table, or one that cannot be loaded: it is sharded, not on the
-            CPU, of another data type, or its rows are not in memory.
+        ConfigurationError: The model has no quantized table, or one that cannot be loaded: it is not on the CPU, of
+            another data type, its rows are not in memory, or its shards are not those of its floats.
 
     Examples:
         >>> from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
@@ -66,22 +68,48 @@ def quantized_tables(model: nn.Module) -> Iterator[InferenceTable]:
         ConfigurationError: The tables of a module cannot be loaded.
     """
     for path, module in model.named_modules():
+        path = path or type(module).__name__
         if isinstance(module, ShardedQuantEmbeddingBagCollection | ShardedQuantEmbeddingCollection):
-            raise ConfigurationError(
-                f"{path or 'the model'} is a {type(module).__name__}: load into the unsharded quantized model"
-            )
+            yield from _sharded_tables(path, module.tbes_configs())
         if isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
             for kernel in module._emb_modules:
-                yield from _tables_of_kernel(path or type(module).__name__, kernel)
+                for shard in _shards_of_kernel(path, kernel):
+                    yield InferenceTable((shard.box.num_rows, shard.box.num_cols), (shard,))
 
 
-def _tables_of_kernel(path: str, kernel: Any) -> Iterator[InferenceTable]:
+def _sharded_tables(path: str, kernels: Mapping[Any, Any]) -> Iterator[InferenceTable]:
+    """Yield the tables of a sharded module, given its kernels and the configurations of their tables."""
+    sizes: dict[str, tuple[int, int]] = {}
+    shards: dict[str, list[InferenceShard]] = {}
+    for kernel, config in kernels.items():
+        tables = config.embedding_tables
+        offsets = [table.local_metadata.shard_offsets if table.local_metadata else (0, 0) for table in tables]
+        for table, shard in zip(tables, _shards_of_kernel(path, kernel, offsets), strict=True):
+            sizes[table.name] = table.num_embeddings, table.embedding_dim
+            shards.setdefault(table.name, []).append(shard)
+    for name, size in sizes.items():
+        boxes = [shard.box for shard in shards[name]]
+        if not fills(size, boxes):
+            raise ConfigurationError(
+                f"{path}: the shards of table {name!r} do not fill its {size[0]:,} × {size[1]:,} values: got {boxes}; "
+                "before you quantize the model, call TorchRec's "
+                "quant_prep_enable_quant_state_dict_split_scale_bias_for_types, so that it is sharded by its columns "
+                "alone, without scales and biases"
+            )
+        yield InferenceTable(size, tuple(shards[name]))
+
+
+def _shards_of_kernel(
+    path: str, kernel: Any, offsets: Sequence[Sequence[int]] | None = None
+) -> Iterator[InferenceShard]:
+    """Yield a kernel's shards, whose first rows and columns in their tables are ``offsets``, by default (0, 0)."""
     if isinstance(kernel, KVEmbeddingInference):
         raise ConfigurationError(f"{path} has virtual tables, whose rows are not in memory; leave its module out")
     if kernel.reverse_qparam or kernel.scale_bias_size_in_bytes != SCALE_AND_BIAS_BYTES:
         raise ConfigurationError(f"{path}: expected fp16 scale and bias in front of each row, as kernels on CPUs have")
     views = (kernel.split_embedding_weights_with_scale_bias(mode) for mode in (_WHOLE, _SCALE_AND_BIAS_APART))
-    for spec, (rows, *_), (codes, *_) in zip(kernel.embedding_specs, *views, strict=True):
+    offsets = offsets or [(0, 0)] * len(kernel.embedding_specs)
+    for spec, origin, (rows, *_), (codes, *_) in zip(kernel.embedding_specs, offsets, *views, strict=True):
         name, _, num_cols, data_type, _ = spec
         if data_type not in _BITS:
             raise ConfigurationError(
@@ -91,4 +119,5 @@ def _tables_of_kernel(path: str, kernel: Any) -> Iterator[InferenceTable]:
             raise ConfigurationError(
                 f"{path}: table {name!r} is on {rows.device}; only tables on the CPU can be loaded"
             )
-        yield InferenceTable(rows, InferenceRow(num_cols, _BITS[data_type], rows.shape[1]), (rows, codes))
+        box = Box((origin[0], origin[1]), (len(rows), num_cols))
+        yield InferenceShard(box, rows, InferenceRow(num_cols, _BITS[data_type], rows.shape[1]), (rows, codes))

@@ -195,7 +195,7 @@ class LargestValueRegion(TensorRegion):
 
 @dataclass(eq=False)
 class InferenceRegion(Region):
-    """Rows of a table of an inference kernel, if every checkpoint has them with all columns.
+    """Rows of a shard of a table in an inference kernel, if every checkpoint has them with just the shard's columns.
 
     Attributes:
         target: uint8 [num_rows, row_bytes], in host memory.
@@ -208,7 +208,7 @@ class InferenceRegion(Region):
     def write(self, block: Block) -> None:
         """Copy the codes if the layout allows it; otherwise decode and quantize the rows."""
         common_rows = block.rows.within(self.box)
-        if common_rows is None:
+        if common_rows is None or block.box.intersect(self.box) is None:
             return
         positions, rows = common_rows
         bits = fused_bits(block.scheme)
@@ -224,7 +224,7 @@ class InferenceRegion(Region):
 
 @dataclass(eq=False)
 class PiecedRegion(InferenceRegion):
-    """Rows of a table of an inference kernel, if some checkpoint has them in pieces.
+    """Rows of a shard of a table in an inference kernel, if some checkpoint has them in other pieces.
 
     Attributes:
         dtype: The dtype of the table in the checkpoints.
@@ -255,25 +255,32 @@ class PiecedRegion(InferenceRegion):
 
 
 def inference_regions(
-    fqn: str, target: Tensor, row: InferenceRow, dtype: torch.dtype, shards: Iterable[Shard]
+    fqn: str, box: Box, target: Tensor, row: InferenceRow, dtype: torch.dtype, shards: Iterable[Shard]
 ) -> list[Region]:
-    """Return the regions of a whole table: one, or windows of rows if any of ``shards`` has pieces of rows.
+    """Return the regions of a box of a table: one, or windows of rows if any of ``shards`` has other pieces of rows.
 
     Args:
         fqn: FQN of the table.
+        box: The box that the target has, in the table's indices.
         target: uint8 [num_rows, row_bytes], in host memory.
         row: Layout of a row in the target.
         dtype: The dtype of the table in the checkpoints.
         shards: The shards of the table in all checkpoints of the lineage.
     """
-    num_rows, whole_rows = len(target), all(shard.box.num_cols == row.num_cols for shard in shards)
-    if whole_rows:
-        return [InferenceRegion(fqn, Box.whole((num_rows, row.num_cols)), target, row)]
+    first_row, first_col = box.offsets
+    columns = first_col, row.num_cols
+    if all(shard.box.intersect(box) is None or _columns_of(shard.box) == columns for shard in shards):
+        return [InferenceRegion(fqn, box, target, row)]
     window_rows = _rows_in(FLOAT_BYTES, row, dtype)
     return [
-        PiecedRegion(fqn, Box((first_row, 0), (len(window), row.num_cols)), window, row, dtype)
-        for first_row, window in zip(range(0, num_rows, window_rows), target.split(window_rows), strict=True)
+        PiecedRegion(fqn, Box((first_row + skipped, first_col), (len(window), row.num_cols)), window, row, dtype)
+        for skipped, window in zip(range(0, len(target), window_rows), target.split(window_rows), strict=True)
     ]
+
+
+def _columns_of(box: Box) -> tuple[int, int]:
+    """Return the first column of a box, and the number of its columns."""
+    return box.offsets[1], box.num_cols
 
 
 def turns(regions: Sequence[Region]) -> list[list[Region]]:
@@ -316,13 +323,13 @@ class LineageTensor:
         """Return the regions to fold to read a part of the tensor.
 
         Args:
-            box: The part, in the tensor's own indices; for an inference kernel, the whole table.
+            box: The part, in the tensor's own indices.
             target: Tensor that the regions write to, of the part's size and the tensor's dtype.
             row: Layout of a row in the target if it belongs to an inference kernel. The target is then uint8
                 [num_rows, row_bytes], in host memory.
         """
         if row is not None:
-            return inference_regions(self.fqn, target, row, self.dtype, self.lineage.shards(self.fqn))
+            return inference_regions(self.fqn, box, target, row, self.dtype, self.lineage.shards(self.fqn))
         if self.entry.table is None:
             return [TensorRegion(self.fqn, box, target)]
         regions: list[Region] = []

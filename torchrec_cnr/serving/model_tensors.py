@@ -70,7 +70,7 @@ def find_model_tensors(
             )
         table = tables.find(tensors[fqn])
         if table is not None:
-            targets.append(ModelTensor(source.fqn, Box.whole(table.size), table.rows.detach(), table.row))
+            targets += (ModelTensor(source.fqn, part.box, part.rows.detach(), part.row) for part in table.shards)
         else:
             shards = local_shards(tensors[fqn])
             targets += (ModelTensor(source.fqn, shard.box, shard.tensor.detach()) for shard in shards)
