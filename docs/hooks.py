@@ -7,14 +7,16 @@ _ROLE = re.compile(r":(?:attr|class|func|meth|mod):(?=<code>)")
 _CODE = re.compile(r"(<(pre|code)\b.*?</\2>)", re.DOTALL)
 _UNIT = re.compile(r"(?<=\d) (?=(?:×|%|[KMGT]i?B|m?s|min|bits?)(?![\w-]))")
 
+_NAME = re.compile(r"<!-- site\n(.*?)-->\n.*?<!-- end of name -->\n", re.DOTALL)
+
 _SEARCH_WEIGHTS = {"benchmarks/": 0.3, "design/": 0.3, "get-started/": 2.0, "guides/": 2.0, "operations/": 2.0}
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: object) -> str:
-    """Let the search find what to do before what was measured or designed."""
+    """Let the search find what to do before what was measured or designed, and take names from their docstrings."""
     folder = page.file.src_uri.partition("/")[0] + "/"
     page.meta["search"] = {"boost": _SEARCH_WEIGHTS.get(folder, 1.0)}
-    return markdown
+    return _NAME.sub(r"\1", markdown)
 
 
 def on_page_content(html: str, **_: object) -> str:
