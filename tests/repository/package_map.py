@@ -114,7 +114,7 @@ def _markdown(text: str) -> str:
 
 PAGES: Mapping[Path, Callable[[], str]] = {
     ROOT / "CONTRIBUTING.md": layer_table,
-    ROOT / "docs" / "concepts" / "how-it-works.md": module_list,
+    ROOT / "docs" / "design" / "modules.md": module_list,
 }
 
 

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,22 @@ def test_ls_shows_what_each_save_wrote(run: Path) -> None:
     total, full = sum(file.stat().st_size for file in run.glob("*/*")), 5 * exact_bytes(checkpoint)
     sizes = f"{bytes_text(total)} kept, {bytes_text(total)} written by 5 saves"
     assert lines[-1] == f"{sizes}: {relation_text(total, full)} than full fp32 checkpoints"
+
+
+def test_old_checkpoints_have_dates(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After two days, when a checkpoint was committed, in UTC."""
+    times = {name: cnr.read_checkpoint(run / name).created_ns for name in NAMES}
+    two_days_ns = 48 * 3_600 * 1_000_000_000
+    monkeypatch.setattr("torchrec_cnr.cli.commands.ls.time.time_ns", lambda: times["step-2"] + two_days_ns)
+    dates = {name: re.findall(r" \d{4}-\d\d-\d\d \d\d:\d\d$", line) for name, line in _lines(cnr_text("ls", run))}
+    at = datetime.fromtimestamp(times["step-1"] / 1e9, UTC)
+    assert dates["step-1"] == [f" {at:%Y-%m-%d %H:%M}"]
+    assert [bool(dates[name]) for name in NAMES] == [times[name] <= times["step-2"] for name in NAMES]
+
+
+def _lines(text: str) -> list[tuple[str, str]]:
+    """The lines of the checkpoints, by their names."""
+    return [(line.split()[0], line) for line in text.splitlines() if line and line.split()[0] in NAMES]
 
 
 def test_no_share_is_above_the_whole(run: Path) -> None:

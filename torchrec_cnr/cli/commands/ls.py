@@ -22,7 +22,15 @@ from torchrec_cnr.cli.output import (
 )
 from torchrec_cnr.errors import ConfigurationError, DamagedError, VersionError
 from torchrec_cnr.format.manifest import PACK_SUFFIX, CheckpointKind
-from torchrec_cnr.human_text import age_text, bytes_text, count_text, name_text, percent_text, relation_text
+from torchrec_cnr.human_text import (
+    age_text,
+    bytes_text,
+    count_text,
+    instant,
+    name_text,
+    percent_text,
+    relation_text,
+)
 from torchrec_cnr.lineage.checkpoint import Checkpoint
 from torchrec_cnr.lineage.other_roots import needed_of_other_roots
 from torchrec_cnr.maintenance.catalog import Catalog, Entry, check_root, read_catalog, roots_in
@@ -36,6 +44,7 @@ from torchrec_cnr.storage.store import Store
 EntryState = Literal["corrupt", "newer", "unreadable", "pruned", "unfinished", "empty", "foreign"]
 
 _LINES = 40  # fit on a screen
+_TWO_DAYS_NS = 48 * 3_600 * 1_000_000_000  # until then, an age says more than a date
 _MEANINGS: Mapping[EntryState, str] = {
     "corrupt": "corrupt",
     "newer": "newer version",
@@ -72,6 +81,7 @@ def ls(
     - written: the bytes that the save wrote, without those of later compactions
     - vs fp32: these bytes, compared with a full checkpoint without quantization
     - restore: the bytes that a load reads now, from the checkpoint and all that it is based on
+    - age: the time since the commit; after two days, when that was, in UTC
     - notes: compacted (a load reads no parent any more, but may read data files in its directory), abandoned, tags,
       dependencies on other roots, missing data files
 
@@ -218,12 +228,18 @@ def _print_table(console: Console, catalog: Catalog, names: Sequence[str]) -> No
         ">in Kafka": [bytes_text(log_bytes(saved)) if log_bytes(saved) else "" for _, _, saved in found],
         versus: [relation_text(own, exact_bytes(saved)) for own, (_, _, saved) in zip(written, found, strict=True)],
         ">restore": [_read_cell(restores[name]) for name in names],
-        ">age": [age_text(now_ns - checkpoint.created_ns) for _, checkpoint, _ in found],
+        ">age": [_age(checkpoint.created_ns, now_ns) for _, checkpoint, _ in found],
         "policy": [name_cell(saved.policy if len(policies) > 1 else "") for _, _, saved in found],
         "notes": [_notes(catalog, name) for name in names],
     }
     expendable = ["policy", ">rows", ">restore", "based on", ">of all", ">age", ">in Kafka", versus, ">written"]
     print_columns(console, columns, expendable)
+
+
+def _age(created_ns: int, now_ns: int) -> str:
+    """Return how long ago a checkpoint was committed; after two days, when that was."""
+    is_long_ago = now_ns - created_ns >= _TWO_DAYS_NS
+    return f"{instant(created_ns):%Y-%m-%d %H:%M}" if is_long_ago else age_text(now_ns - created_ns)
 
 
 def _row_share(checkpoint: Checkpoint) -> str:
