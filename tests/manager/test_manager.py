@@ -402,3 +402,36 @@ def _with_digest(text: str) -> str:
 
     body = text[text.index('"manifest":') + len('"manifest":') : text.rindex("}")]
     return f'{{"sha256":"{hashlib.sha256(body.encode()).hexdigest()}","manifest":{body}}}\n'
+
+
+def test_a_corrupt_chain_gets_a_new_baseline(tmp_path: Path, rank_pool: RankPools) -> None:
+    """Maintenance finds it on rank 0; then no rank saves a delta that could not be restored."""
+    kinds, num_restored = zip(*rank_pool(2).run(_save_on_a_corrupt_chain, str(tmp_path)), strict=True)
+    assert kinds == (["baseline", "delta", "delta", "baseline", "delta"],) * 2
+    assert num_restored == (5, 5)
+
+
+def _save_on_a_corrupt_chain(rank: int, root: str) -> tuple[list[str], int | None]:
+    job = torchrec_job(1)
+    tracker = cnr.RowTracker(job.model)
+    manager = cnr.CheckpointManager(root, tracker, policy=cnr.Compacted(max_ratio=1.0), keep=cnr.Keep(last=2))
+    saves = []
+    for number in range(1, 6):
+        if number == 3:
+            if rank == 0:
+                _damage(Path(root) / "step-2")
+            dist.barrier()
+        train(job, number)
+        saves.append(manager.save(number, state(job)))
+        upkeep = manager._upkeep
+        while upkeep is not None and not upkeep.is_idle:
+            time.sleep(0.01)
+        dist.barrier()
+    manager.close()
+    tracker.close()
+    other = torchrec_job(2)
+    manager = cnr.CheckpointManager(root, cnr.RowTracker(other.model))
+    restored = manager.restore(state(other))
+    manager.close()
+    assert not differing(whole(state(other)), whole(state(job)))
+    return [saved.kind for saved in saves if saved], restored

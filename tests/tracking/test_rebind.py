@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import SGD
 from torchrec import EmbeddingBagCollection
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -20,6 +22,7 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan
 
 import torchrec_cnr as cnr
 from tests.support import faults, models
+from tests.support.faults import causes
 from tests.support.models import Job, differing, load, state, torchrec_job, train, whole
 from tests.support.ranks import RankPools
 
@@ -121,4 +124,24 @@ def test_another_model_can_take_the_place_of_the_first(tmp_path: Path) -> None:
     kinds = [cnr.read_checkpoint(tmp_path / str(number)).kind for number in range(4)]
     assert kinds == ["baseline", "delta", "baseline", "delta"]
     assert torch.equal(cnr.load_table(tmp_path / "3", "t.weight"), second.weight)
+    tracker.close()
+
+
+def test_a_replaced_weight_is_refused(tmp_path: Path) -> None:
+    """Also if the state dict still has the old one, which would be saved with rows that nobody trains any more."""
+    model = nn.Sequential(nn.EmbeddingBag(50, 4, sparse=True), nn.Linear(4, 1))
+    tracker = cnr.RowTracker(model)
+    planner, state = cnr.CNRSavePlanner(tracker), {"model": model.state_dict()}
+    writer = cnr.CNRStorageWriter(tmp_path / "0")
+    dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+    old = model[0].weight
+    model[0].weight = nn.Parameter(torch.zeros(50, 4))
+    with pytest.raises(CheckpointException) as raised:
+        dcp.save(state, checkpoint_id=str(tmp_path / "1"), storage_writer=writer, planner=planner, no_dist=True)
+    (error,) = causes(raised.value)
+    assert isinstance(error, cnr.ConfigurationError)
+    assert "the weight of '0' was replaced by another tensor" in str(error)
+    model[0].weight = old
+    dcp.save(state, checkpoint_id=str(tmp_path / "2"), storage_writer=writer, planner=planner, no_dist=True)
+    assert cnr.read_checkpoint(tmp_path / "2").kind == "delta"
     tracker.close()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 from torchrec_cnr import telemetry
-from torchrec_cnr.errors import CheckpointExistsError, CheckpointNotFoundError, CNRError
+from torchrec_cnr.errors import CheckpointExistsError, CheckpointNotFoundError, CNRError, DamagedError
 from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_checkpoint
 from torchrec_cnr.maintenance.catalog import read_catalog
@@ -71,7 +71,9 @@ class Upkeep:
         self._progress = progress
         self._changed = threading.Condition()
         self._waiting: str | None = None
+        self._is_working = False
         self.num_errors = 0
+        self._has_found_damage = False
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
@@ -121,8 +123,10 @@ class Upkeep:
 
     def _next(self) -> str | None:
         with self._changed:
+            self._is_working = False
             self._changed.wait_for(lambda: self._waiting is not None or self._is_closed)
             path, self._waiting = self._waiting, None
+            self._is_working = path is not None
             return path
 
     def run_for(self, checkpoint: Checkpoint) -> None:
@@ -131,13 +135,31 @@ class Upkeep:
         Raises:
             CNRError: Compaction or pruning failed. No checkpoint is lost.
         """
-        self._compact(checkpoint)
+        try:
+            self._compact(checkpoint)
+        except DamagedError:
+            self._has_found_damage = True
+            logger.error(
+                "%s cannot be restored, nor can a delta of it: the next save is a baseline", checkpoint.store.url
+            )
+            raise
         self.prune()
         for skipped in self._passed_over():
             if self._waiting is not None:  # a newer checkpoint comes first
                 return
             self._compact(skipped)
             self.prune()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that was committed is compacted and pruned, or has failed."""
+        with self._changed:
+            return self._waiting is None and not self._is_working
+
+    def take_damage(self) -> bool:
+        """Return whether a newest checkpoint was found to be corrupt since the last call."""
+        found, self._has_found_damage = self._has_found_damage, False
+        return found
 
     def _passed_over(self) -> list[Checkpoint]:
         """Return the deltas that retention rules select, newest first."""

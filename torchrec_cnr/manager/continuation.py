@@ -16,6 +16,7 @@ from torchrec_cnr.lineage.abandoned import mark_abandoned
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Head, read_checkpoint
 from torchrec_cnr.lineage.journal import is_pruned
 from torchrec_cnr.lineage.latest import newest_first
+from torchrec_cnr.maintenance.background_upkeep import Upkeep
 from torchrec_cnr.manager.ranks import RunRanks
 from torchrec_cnr.manager.restore import NAME
 from torchrec_cnr.storage.leases import Lease
@@ -79,6 +80,11 @@ class Continuation:
         if pending is not None and pending.place is not None:  # it may have been committed
             paths.append(pending.place[0])
         if any(Store.open(path).at("..").url != self._root.url for path in paths):
+            self._tracker.forget()
+
+    def leave_corrupt(self, upkeep: Upkeep | None) -> None:
+        """Forget the latest checkpoint if maintenance, on rank 0, has found that it cannot be restored."""
+        if self._ranks.any(upkeep is not None and upkeep.take_damage()):
             self._tracker.forget()
 
     def release(self) -> None:

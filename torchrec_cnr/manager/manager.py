@@ -261,6 +261,7 @@ class CheckpointManager:
     def _save(self, save_function: Callable[..., Any], step: int, state: StateSource) -> Any:
         self._settle_last_save()
         self._continuation.leave_other_roots()
+        self._continuation.leave_corrupt(self._upkeep)
         self._continuation.abandon_newer()
         source = state() if callable(state) else state
         check_type("state", source, Mapping, "a mapping, or a function that returns one")

@@ -77,23 +77,40 @@ class Aliases:
     def __init__(self, model: nn.Module, shards: Sequence[TrackedShard]) -> None:
         self._model = ref(model)
         self._shards = [shard for shard in shards if shard.weight.numel()]
-        self.find()
+        self._of_parameters: Sequence[TrackedShard] = ()
+        self._of_parameters = self.find()
         for shard in self._shards:
             shard.accept_weight()
 
-    def find(self) -> None:
-        """Watch tensors that were added to the model since the last call; writes through them are detected."""
+    def find(self) -> Sequence[TrackedShard]:
+        """Watch tensors that were added to the model since the last call; writes through them are detected.
+
+        Returns:
+            The shards whose weights are tensors of the model.
+
+        Raises:
+            ConfigurationError: The weight of a table was replaced by another tensor, whose rows are not tracked.
+        """
         model = self._model()
         if model is None or not self._shards:
-            return
+            return ()
         in_storage: dict[int, list[TrackedShard]] = {}
         for shard in self._shards:
             in_storage.setdefault(shard.weight.untyped_storage().data_ptr(), []).append(shard)
+        found: dict[int, TrackedShard] = {}
         for tensor in chain(model.parameters(), model.buffers()):
             if memory_key(tensor) is not None:
                 for shard in in_storage.get(tensor.untyped_storage().data_ptr(), ()):
                     if _overlap(tensor, shard.weight):
                         shard.watch(tensor)
+                        found[id(shard)] = shard
+        for shard in self._of_parameters:
+            if id(shard) not in found:
+                raise ConfigurationError(
+                    f"the weight of {shard.rows.name!r} was replaced by another tensor after the tracker was made, so "
+                    "its modified rows are unknown: make a new tracker and planner, and the state dict anew"
+                )
+        return list(found.values())
 
 
 def _overlap(tensor: Tensor, other_tensor: Tensor) -> bool:
