@@ -138,7 +138,7 @@ def test_a_replaced_weight_is_refused(tmp_path: Path) -> None:
     model[0].weight = nn.Parameter(torch.zeros(50, 4))
     with pytest.raises(CheckpointException) as raised:
         dcp.save(state, checkpoint_id=str(tmp_path / "1"), storage_writer=writer, planner=planner, no_dist=True)
-    (error,) = causes(raised.value)
+    error = causes(raised.value)[0]
     assert isinstance(error, cnr.ConfigurationError)
     assert "the weight of '0' was replaced by another tensor" in str(error)
     model[0].weight = old

@@ -108,7 +108,7 @@ class Aliases:
             if id(shard) not in found:
                 raise ConfigurationError(
                     f"the weight of {shard.rows.name!r} was replaced by another tensor after the tracker was made, so "
-                    "its modified rows are unknown: make a new tracker and planner, and the state dict anew"
+                    "its modified rows are unknown: make a new tracker, planner and state dict"
                 )
         return list(found.values())
 

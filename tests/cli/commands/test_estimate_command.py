@@ -97,7 +97,7 @@ def test_state_as_large_as_a_table_is_named(tmp_path: Path) -> None:
 def test_what_is_printed_is_the_estimate() -> None:
     """In units that people read, beside plain DCP; notes say what an estimate assumes."""
     text = cnr_text(*BILLION, "--policy", "intermittent")
-    assert text.startswith("1,000,000,000 rows x 64, 26.0 % of them modified in 30 minutes\n4 bits, ")
+    assert text.startswith("1,000,000,000 rows x 64, 26.0 % of them modified in 30 minutes (assumed)\n4 bits, ")
     assert "  baseline " in text
     assert " 260 GB " in text
     assert "0.26 + 0.105 ln i" in text

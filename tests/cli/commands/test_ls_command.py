@@ -327,6 +327,20 @@ def test_ls_tells_what_is_left_of_the_pruned(tmp_path: Path) -> None:
     assert cnr_text("ls", root).rstrip().endswith("1 file, 5 B; the next prune removes them")
 
 
+def test_many_pruned_directories_are_counted(tmp_path: Path) -> None:
+    """Each of them only on demand: a run of months has thousands, whose rows a compacted checkpoint still uses."""
+    root, names = tmp_path / "run", [f"step-{number}" for number in range(7)]
+    runs.save_run(root, names)
+    cnr.compact(root / names[-1], max_ratio=100.0)
+    cnr.execute(cnr.plan_prune(root, cnr.Keep(last=1)))
+    (line,) = [line for line in cnr_text("ls", root).splitlines() if "pruned" in line]
+    assert re.fullmatch(
+        r"6 directories  pruned  \d+ files, .* B; do not remove them: .*; --all lists them", line.strip()
+    )
+    lines = [line for line in cnr_text("ls", root, "--all").splitlines() if "pruned" in line]
+    assert [line.split()[0] for line in lines] == names[:-1]
+
+
 def test_ls_of_nothing(tmp_path: Path) -> None:
     """An empty root is no error."""
     assert cnr_text("ls", tmp_path) == f"no checkpoints under {tmp_path}\n"

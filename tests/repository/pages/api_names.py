@@ -24,7 +24,7 @@ _DIRECTIVE = re.compile(
 )
 _BLOCK = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}\n\n", re.DOTALL)
 _MEMBER = re.compile(r"<\w+\.(\w+): [^>]*>")  # of an enumeration
-_MODULE = re.compile(r"\b(?:\w+\.)+(?=\w)")  # of a type
+_MODULE = re.compile(r"~|\b(?:\w+\.)+(?=\w)")  # before the name of a type
 _UNKNOWN = inspect.Parameter("unknown", inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _ROLE = re.compile(r":\w+:`~?([^`]+)`")
 

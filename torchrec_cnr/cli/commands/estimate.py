@@ -52,7 +52,9 @@ _Tables = Annotated[
 _Modified = Annotated[
     str | None,
     typer.Option(
-        "--modified", metavar="SHARE", help="Share of the rows that an interval modifies (26%, or that of CHECKPOINT)."
+        "--modified",
+        metavar="SHARE",
+        help="Share of the rows that an interval modifies (that of CHECKPOINT, or 26%, as assumed).",
     ),
 ]
 _State = Annotated[
@@ -145,7 +147,7 @@ def estimate_(
     if as_json:
         print_json({"inputs": _inputs(sizing, bits, state, policy), **asdict(estimate(sizing))})
     else:
-        _print(sizing, estimate(sizing), bits, state)
+        _print(sizing, estimate(sizing), bits, state, is_assumed=modified is None and not model.is_measured)
 
 
 @dataclass(frozen=True)
@@ -156,12 +158,14 @@ class _Model:
         tables: The tables.
         num_ranks: The number of ranks that saved the checkpoint.
         modified: The share of the rows that an interval modifies.
+        is_measured: Whether that is the share of a delta in a checkpoint; otherwise it is assumed.
         has_state: Whether there is row-wise optimizer state.
     """
 
     tables: tuple[Table, ...]
     num_ranks: int = 1
     modified: float = _MODIFIED
+    is_measured: bool = False
     has_state: bool = True
 
 
@@ -192,7 +196,9 @@ def _model_of(path: str) -> _Model:
     is_one_interval = manifest.kind == "delta" and manifest.policy in _POLICIES_OF_ONE_INTERVAL and manifest.num_rows
     modified = manifest.num_rows / sum(size[0] for size in sizes) if is_one_interval else _MODIFIED
     has_state = any(entry.table is not None for entry in manifest.tensors.values())
-    return _Model(tuple(Table(*size) for size in sizes), manifest.world_size, min(1.0, modified), has_state)
+    return _Model(
+        tuple(Table(*size) for size in sizes), manifest.world_size, min(1.0, modified), is_one_interval, has_state
+    )
 
 
 def _inputs(sizing: Sizing, bits: str, state: str, policy: str) -> dict[str, object]:
@@ -316,11 +322,12 @@ def _memory_lines(found: Estimate) -> Iterator[_Line]:
     yield _Line("  peak of an asynchronous save", memory.peak_async_save)
 
 
-def _print(sizing: Sizing, found: Estimate, bits: str, state: str) -> None:
+def _print(sizing: Sizing, found: Estimate, bits: str, state: str, *, is_assumed: bool) -> None:
     console = stdout()
     dims = f" x {sizing.tables[0].num_cols:,}" if len(sizing.tables) == 1 else f" in {len(sizing.tables):,} tables"
     interval, run = (duration_text(round(1e9 * secs)) for secs in (sizing.interval_secs, sizing.run_secs))
-    console.print(f"{sizing.num_rows:,} rows{dims}, {share_text(sizing.modified)} of them modified in {interval}")
+    modified = f"{share_text(sizing.modified)} of them modified in {interval}{' (assumed)' * is_assumed}"
+    console.print(f"{sizing.num_rows:,} rows{dims}, {modified}")
     width = bits if bits == EXACT else f"{bits} bits"
     policy = f"{type(sizing.policy).__name__}, newest {sizing.keep_last:,} kept"
     console.print(f"{width}, optimizer state {state}, {policy}, {count_text(sizing.num_ranks, 'rank')}, run of {run}\n")

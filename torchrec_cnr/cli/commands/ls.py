@@ -44,6 +44,7 @@ from torchrec_cnr.storage.store import Store
 EntryState = Literal["corrupt", "newer", "unreadable", "pruned", "unfinished", "empty", "foreign"]
 
 _LINES = 40  # fit on a screen
+_MANY_PRUNED = 4  # directories are listed each; more are counted
 _TWO_DAYS_NS = 48 * 3_600 * 1_000_000_000  # until then, an age says more than a date
 _MEANINGS: Mapping[EntryState, str] = {
     "corrupt": "corrupt",
@@ -116,7 +117,7 @@ def ls(
         console.print()
     for line in _summary(catalog, roots):
         console.print(Text(line, overflow="fold"))
-    _print_others(console, [] if roots else _others(catalog), catalog)
+    _print_others(console, [] if roots else _others(catalog), catalog, everything)
 
 
 def _document(catalog: Catalog, shown: Sequence[str], roots: Sequence[Store]) -> dict[str, Any]:
@@ -309,12 +310,19 @@ def _in_logs(checkpoints: Iterable[Checkpoint]) -> str:
     return f" and {bytes_text(sum(pack.num_bytes for pack in packs.values()))} in Kafka" if packs else ""
 
 
-def _print_others(console: Console, others: Sequence[Entry], catalog: Catalog) -> None:
+def _print_others(console: Console, others: Sequence[Entry], catalog: Catalog, everything: bool) -> None:
     if not others:
         return
     table, users = bare_grid("name", "state", "why"), _users(catalog)
+    states = {entry.name: _state(entry, catalog) for entry in others}
+    pruned = [entry for entry in others if states[entry.name] == "pruned" and entry.name in users]
+    if len(pruned) > _MANY_PRUNED and not everything:
+        size = f"{sum(len(entry.files) for entry in pruned):,} files, {bytes_text(sum(e.num_bytes for e in pruned))}"
+        why = f"{size}; do not remove them: checkpoints use their data files; --all lists them"
+        table.add_row(f"{len(pruned):,} directories", Text(_MEANINGS["pruned"], "yellow"), Text(why))
+        others = [entry for entry in others if entry not in pruned]
     for entry in others:
-        state = _state(entry, catalog)
+        state = states[entry.name]
         style = "yellow" if entry.problem is None else "red"
         why = _why(entry, state, users.get(entry.name, ()))
         table.add_row(name_cell(entry.name), Text(_MEANINGS[state], style), why)

@@ -131,7 +131,7 @@ def _print(plan: PrunePlan, result: PruneResult | None) -> None:
             size = bytes_text(_kept_bytes(plan, name))
             lines.add_row(Text("keep", "green"), size, name_cell(name), name_cell(kept + also))
         elif removal is not None:
-            why = f"keep {bytes_text(_kept_bytes(plan, name))}: {kept}" if kept else _left_over(removal)
+            why = f"{bytes_text(_kept_bytes(plan, name))} stay: {kept}" if kept else _left_over(removal)
             lines.add_row(Text("remove", "red"), bytes_text(removal.num_bytes), name_cell(name), name_cell(why))
     console.print(lines)
     if plan.catalog.newest in {pruned.name for pruned in plan.pruned}:
