@@ -197,7 +197,7 @@ def _model_of(path: str) -> _Model:
     modified = manifest.num_rows / sum(size[0] for size in sizes) if is_one_interval else _MODIFIED
     has_state = any(entry.table is not None for entry in manifest.tensors.values())
     return _Model(
-        tuple(Table(*size) for size in sizes), manifest.world_size, min(1.0, modified), is_one_interval, has_state
+        tuple(Table(*size) for size in sizes), manifest.world_size, min(1.0, modified), bool(is_one_interval), has_state
     )
 
 

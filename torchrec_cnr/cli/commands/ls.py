@@ -318,8 +318,8 @@ def _print_others(console: Console, others: Sequence[Entry], catalog: Catalog, e
     pruned = [entry for entry in others if states[entry.name] == "pruned" and entry.name in users]
     if len(pruned) > _MANY_PRUNED and not everything:
         size = f"{sum(len(entry.files) for entry in pruned):,} files, {bytes_text(sum(e.num_bytes for e in pruned))}"
-        why = f"{size}; do not remove them: checkpoints use their data files; --all lists them"
-        table.add_row(f"{len(pruned):,} directories", Text(_MEANINGS["pruned"], "yellow"), Text(why))
+        advice = f"{size}; do not remove them: checkpoints use their data files; --all lists them"
+        table.add_row(f"{len(pruned):,} directories", Text(_MEANINGS["pruned"], "yellow"), Text(advice))
         others = [entry for entry in others if entry not in pruned]
     for entry in others:
         state = states[entry.name]
