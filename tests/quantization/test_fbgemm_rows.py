@@ -80,4 +80,5 @@ def test_layout_is_that_of_the_kernels(dtype: torch.dtype) -> None:
     model = quantized(trained, dtype)
     table = cnr.InferenceTables(model).find(model.state_dict()["ebc.embedding_bags.t0.weight"])
     assert table is not None
-    assert torch.equal(table.row.of_codes(fused, bits), table.rows)
+    (shard,) = table.shards
+    assert torch.equal(shard.row.of_codes(fused, bits), shard.rows)
