@@ -143,6 +143,62 @@ def decode_clusters(codes: Tensor, positions: Tensor, bits: int, first_col: int,
     _decode_on_host(cpu.decode_clusters, codes, positions, bits, first_col, target, rows)
 
 
+def transform_rows(table: Tensor, rows: Tensor, basis: cpu.Floats, step: float) -> tuple[Tensor, Tensor]:
+    """Compute the components of rows in an orthonormal basis, as multiples of a step.
+
+    There is no kernel for GPUs: rows of a table on a GPU are transformed on the host.
+
+    Args:
+        table: [num_rows, num_cols] of fp32, fp16 or bf16; the elements of a row are contiguous.
+        rows: The numbers of the rows, int64 [n], on the table's device.
+        basis: float64 [num_cols, num_cols], whose rows are the components; or [0, 0] for the columns themselves.
+        step: The step, above 0.
+
+    Returns:
+        The components, int16 [n, num_cols], and a mask, bool [n], of the rows with NaN, infinity or more than 32,767
+        steps. The components of these are zeros. Both are in host memory.
+
+    Raises:
+        ConfigurationError: As for ``encode_rows``.
+    """
+    _check_encodable(table, rows)
+    return cpu.transform_rows(*_on_host(table, rows), basis, step)
+
+
+def restore_rows(
+    numbers: Tensor, positions: Tensor, basis: cpu.Floats, step: float, first_col: int, target: Tensor, rows: Tensor
+) -> None:
+    """Compute rows from their components.
+
+    Args:
+        numbers: The components, int16 [n, num_cols], on the target's device.
+        positions: The positions of the rows to compute, int64 [k].
+        basis, step: As for ``transform_rows``.
+        first_col: The column that becomes the first column of ``target``.
+        target: The tensor to write to, [num_rows, num_cols] of fp32, fp16 or bf16; the elements of a row are
+            contiguous.
+        rows: The rows of ``target`` to write to, int64 [k].
+
+    Raises:
+        ConfigurationError: The target has another dtype or layout, or a row or column does not exist.
+    """
+    _check(target, rows)
+    if numbers.dtype is not torch.int16 or first_col + target.shape[1] > numbers.shape[1]:
+        raise ConfigurationError(f"these are not components of rows with so many columns (got {_described(numbers)})")
+    check_numbers(positions, len(numbers))
+    if target.device.type == "cpu":
+        cpu.restore_rows(numbers, positions, basis, step, first_col, target, rows)
+        return
+    values = torch.empty(len(rows), target.shape[1], dtype=target.dtype, device="cpu")
+    cpu.restore_rows(numbers.cpu(), positions.cpu(), basis, step, first_col, values, all_numbers(len(rows)))
+    target.index_copy_(0, rows, values.to(target.device))
+
+
+def all_numbers(num_rows: int) -> Tensor:
+    """Return the numbers of rows, int64 [num_rows], in host memory."""
+    return torch.from_numpy(np.arange(num_rows))
+
+
 def _check(table: Tensor, rows: Tensor, are_checked: bool = False) -> None:
     """Check a table and its rows before they are passed to compiled code, which has no bounds checks."""
     if table.dim() != 2 or table.dtype not in _DTYPES:

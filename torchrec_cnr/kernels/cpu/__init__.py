@@ -8,6 +8,8 @@ The functions of this module pass tensors to the compiled kernels.
 - ``fused_rows``: encodes rows with uniform codes, and decodes them.
 - ``range_search``: searches the range of 16 rows at a time.
 - ``kmeans``: clusters rows and encodes them with a codebook; decodes them.
+- ``row_transform``: rows as multiples of a step in an orthonormal basis, and back.
+- ``symbol_coder``: an entropy coder of whole numbers.
 - ``gather_rows``: copies scattered rows of a table into contiguous memory.
 - ``bitsets``: sets of rows with one bit for each row.
 
@@ -22,13 +24,17 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from torchrec_cnr.kernels.cpu import fused_rows, kmeans
+from torchrec_cnr.kernels.cpu import fused_rows, kmeans, row_transform, symbol_coder
 from torchrec_cnr.kernels.cpu.compiling import Kernel, in_parallel
 from torchrec_cnr.kernels.cpu.fused_rows import scratch_for
 from torchrec_cnr.kernels.cpu.kmeans import cluster_scratch_for
+from torchrec_cnr.kernels.cpu.lanes import LANES
+from torchrec_cnr.kernels.cpu.row_transform import PaddedBasis
+from torchrec_cnr.kernels.cpu.symbol_coder import NUM_STATES, SymbolTables, most_words
 from torchrec_cnr.kernels.search_plan import SearchPlan
 
 
@@ -54,6 +60,77 @@ def decode_clusters(codes: Tensor, positions: Tensor, bits: int, first_col: int,
     """Decode rows of k-means into a target; see ``kernels.decode_clusters``."""
     # Looking up codes takes about fourteen times as long, so smaller chunks are worth another thread.
     _decode(kmeans.decode, codes, positions, bits, first_col, target, rows, chunk_elements=1 << 17)
+
+
+Floats = npt.NDArray[np.float64]
+Numbers = npt.NDArray[np.int16]
+
+
+def transform_rows(table: Tensor, rows: Tensor, basis: Floats, step: float) -> tuple[Tensor, Tensor]:
+    """Transform rows of a table; see ``kernels.transform_rows``."""
+    num_rows, num_cols = len(rows), table.shape[1]
+    numbers, is_exact = np.empty((num_rows, num_cols), np.int16), np.empty(num_rows, np.bool_)
+    flat, stride, row_numbers = _flat(table), table.stride(0), rows.contiguous().numpy()
+    by_column, width = PaddedBasis.of(basis.T), -(-num_cols // LANES) * LANES
+
+    def transform(start: int, stop: int) -> None:
+        kernel_rows, chunk = row_numbers[start:stop], numbers[start:stop].reshape(-1)
+        scratch = np.zeros(2 * width), np.empty(2 * width, np.int32)
+        row_transform.forward(
+            flat, stride, kernel_rows, num_cols, by_column, 1 / step, *scratch, chunk, is_exact[start:stop]
+        )
+
+    in_parallel(transform, num_rows)
+    return torch.from_numpy(numbers), torch.from_numpy(is_exact)
+
+
+def restore_rows(
+    numbers: Tensor, positions: Tensor, basis: Floats, step: float, first_col: int, target: Tensor, rows: Tensor
+) -> None:
+    """Compute rows from their components, and write them to a target; see ``kernels.restore_rows``."""
+    flat, stride, num_wanted, num_cols = _flat(target), target.stride(0), target.shape[1], numbers.shape[1]
+    source, by_component = numbers.reshape(-1).numpy(), PaddedBasis.of(basis)
+    number_positions, row_numbers = positions.contiguous().numpy(), rows.contiguous().numpy()
+
+    def restore(start: int, stop: int) -> None:
+        places, used = number_positions[start:stop], np.empty(num_cols, np.int64)
+        row_transform.inverse(
+            *(source, num_cols, places, by_component, step, used),
+            *(first_col, flat, stride, row_numbers[start:stop], num_wanted),
+        )
+
+    in_parallel(restore, len(number_positions))
+
+
+def encode_numbers(
+    numbers: Numbers,
+    first_class: int,
+    choices: npt.NDArray[np.uint8],
+    class_tables: SymbolTables,
+    tables: SymbolTables,
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint16]]:
+    """Entropy-code rows of numbers, int16 [n, num_cols]; return the first states, uint32 [4], and the words."""
+    num_rows, num_cols = numbers.shape
+    words, used = np.empty(most_words(num_rows, num_cols), np.uint16), np.zeros(1, np.int64)
+    states = np.empty(NUM_STATES, np.uint32)
+    flat = np.ascontiguousarray(numbers).reshape(-1)
+    symbol_coder.encode(flat, num_cols, choices.reshape(-1), first_class, class_tables, tables, words, states, used)
+    return states, words[len(words) - int(used[0]) :].copy()
+
+
+def decode_numbers(
+    words: npt.NDArray[np.uint16],
+    states: npt.NDArray[np.uint32],
+    choices: npt.NDArray[np.uint8],
+    class_tables: SymbolTables,
+    tables: SymbolTables,
+    numbers: Numbers,
+) -> bool:
+    """Decode rows into ``numbers``, int16 [n, num_cols]; return whether the words are those of so many rows."""
+    is_right, own_states, num_cols = np.zeros(1, np.bool_), states.astype(np.uint32), numbers.shape[1]
+    flat = numbers.reshape(-1)
+    symbol_coder.decode(words, own_states, num_cols, choices.reshape(-1), class_tables, tables, flat, is_right)
+    return bool(is_right[0])
 
 
 def _encode(

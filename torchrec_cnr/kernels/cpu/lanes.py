@@ -176,6 +176,12 @@ def doubles(typing: Any, values: Any) -> Any:
 
 
 @intrinsic
+def floats(typing: Any, values: Any) -> Any:
+    """Round float64 lanes to float32."""
+    return FLOATS(DOUBLES), lambda context, builder, sig, args: builder.fptrunc(args[0], vector(FLOAT))
+
+
+@intrinsic
 def whole(typing: Any, values: Any) -> Any:
     """Round to the nearest whole number, halves to even, as int32."""
 

@@ -1,0 +1,284 @@
+"""An entropy coder of whole numbers: interleaved rANS with fixed tables of frequencies.
+
+A range asymmetric numeral system (Duda, "Asymmetric numeral systems", arXiv 1311.2540) is as dense as arithmetic coding
+and decodes with one multiplication for each number. Four rows are coded at once, each with a state of its own, so that
+a processor can work on all of them. They share one stream of 16-bit words (Giesen, "Interleaved entropy coders",
+arXiv 1402.3392).
+
+A state is at least 2^15 and below 2^31. Frequencies add up to 2^12. Encoding runs backwards, from the last number to
+the first, so that decoding runs forwards.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from torchrec_cnr.kernels.cpu.compiling import Kernel
+
+SCALE_BITS = 12  # the frequencies of a table add up to 1 << SCALE_BITS
+NUM_STATES = 4
+NUM_CLASSES = 16
+LEAST_STATE = 1 << 15
+ESCAPE = 255  # the digit that says that a number follows as 16 raw bits
+ZERO_DIGIT = 127  # digits 0 to 254 are -127 to 127
+
+_WORD_BITS = 16
+_STATE_BITS = 31
+_SLOT_MASK = (1 << SCALE_BITS) - 1
+
+
+class SymbolTables(NamedTuple):
+    """The tables of frequencies as the kernels take them.
+
+    Attributes:
+        low_bits: uint8 [tables], the raw bits of a number below its digit.
+        frequencies: uint16 [tables, 256], of each digit; 0 for digits that the table does not have.
+        starts: uint16 [tables, 256], the sum of the frequencies of smaller digits.
+        reciprocals: uint32 [tables, 256], with which a state is divided by the frequency.
+        shifts: uint8 [tables, 256], for the same division.
+        slots: uint32 [tables, 4096], for each remainder of a state: the digit, and 8 bits higher its frequency, and 20
+            bits higher how far the remainder is from the digit's start.
+    """
+
+    low_bits: npt.NDArray[np.uint8]
+    frequencies: npt.NDArray[np.uint16]
+    starts: npt.NDArray[np.uint16]
+    reciprocals: npt.NDArray[np.uint32]
+    shifts: npt.NDArray[np.uint8]
+    slots: npt.NDArray[np.uint32]
+
+    @classmethod
+    def of(cls, frequencies: npt.NDArray[np.uint16], low_bits: npt.NDArray[np.uint8]) -> "SymbolTables":
+        """Prepare tables for the kernels.
+
+        Args:
+            frequencies: uint16 [tables, 256]; each table adds up to 4096, and has the escape and at least one digit.
+            low_bits: uint8 [tables].
+        """
+        wide = frequencies.astype(np.int64)
+        starts = wide.cumsum(1) - wide
+        # Alverson, "Integer division using reciprocals" (1991): exact for states below 2^31.
+        shifts = np.ceil(np.log2(np.maximum(wide, 2))).astype(np.int64)
+        reciprocals = ((1 << (shifts + 31)) + wide - 1) // np.maximum(wide, 1)
+        reciprocals, shifts = np.where(wide >= 2, reciprocals, 0), np.where(wide >= 2, shifts - 1, 0)
+        digits = np.stack([np.repeat(np.arange(256), row) for row in wide])
+        numbers = np.arange(len(wide))[:, None]
+        distances = np.arange(1 << SCALE_BITS) - starts[numbers, digits]
+        slots = digits | wide[numbers, digits] << 8 | distances << 20
+        return cls(
+            low_bits,
+            frequencies,
+            starts.astype(np.uint16),
+            reciprocals.astype(np.uint32),
+            shifts.astype(np.uint8),
+            slots.astype(np.uint32),
+        )
+
+
+@njit
+def _put_raw(state, value, bits, words, place):
+    """Push raw bits on a state; return it, and the place of the last word that was written."""
+    if state >= np.uint64(1) << np.uint64(_STATE_BITS - bits):
+        place -= 1
+        words[place] = state & np.uint64(0xFFFF)
+        state >>= np.uint64(_WORD_BITS)
+    return state << np.uint64(bits) | np.uint64(value), place
+
+
+@njit
+def _put_digit(state, digit, table, tables, words, place):
+    """Push a digit on a state; return it, and the place of the last word that was written."""
+    frequency = np.uint64(tables.frequencies[table, digit])
+    if state >= frequency << np.uint64(_STATE_BITS - SCALE_BITS):
+        place -= 1
+        words[place] = state & np.uint64(0xFFFF)
+        state >>= np.uint64(_WORD_BITS)
+    if frequency == 1:
+        quotient = state
+    else:
+        quotient = state * np.uint64(tables.reciprocals[table, digit]) >> np.uint64(32)
+        quotient >>= np.uint64(tables.shifts[table, digit])
+    remainder = state - quotient * frequency
+    return (quotient << np.uint64(SCALE_BITS)) + remainder + np.uint64(tables.starts[table, digit]), place
+
+
+@njit
+def _put_number(state, number, table, tables, words, place):
+    """Push a number of 16 bits on a state: its low bits and then its digit, or all of it and then an escape."""
+    low_bits, value = np.int64(tables.low_bits[table]), np.int64(number)
+    digit = np.int64(ZERO_DIGIT) + (value >> low_bits)
+    if digit < 0 or digit >= ESCAPE or tables.frequencies[table, digit] == 0:
+        whole = np.uint64(value & 0xFFFF)
+        state, place = _put_raw(state, whole & np.uint64(0xFF), 8, words, place)
+        state, place = _put_raw(state, whole >> np.uint64(8), 8, words, place)
+        digit = np.int64(ESCAPE)
+    elif low_bits > 0:
+        state, place = _put_raw(state, value & ((1 << low_bits) - 1), low_bits, words, place)
+    return _put_digit(state, digit, table, tables, words, place)
+
+
+@njit
+def _class_of(numbers, start, num_cols, first_class):
+    """Return the class of a row: the bits of the sum of its squared numbers, less ``first_class``, from 0 to 15."""
+    energy = np.int64(0)
+    for column in range(start, start + num_cols):
+        number = np.int64(numbers[column])
+        energy += number * number
+    num_bits = 0
+    while energy >> np.int64(num_bits) > 0:
+        num_bits += 1
+    return min(max(num_bits - first_class, 0), NUM_CLASSES - 1)
+
+
+@Kernel
+def encode(numbers, num_cols, choices, first_class, class_tables, tables, words, states, used):
+    """Encode rows of whole numbers as words.
+
+    Args:
+        numbers: The numbers, int16 [n * num_cols].
+        num_cols: Numbers in a row.
+        choices: The table of each class and column, uint8 [16 * num_cols].
+        first_class: The bits of the sum of squares of a row of the first class.
+        class_tables: ``SymbolTables`` with one table, whose digits are the classes.
+        tables: ``SymbolTables`` of the numbers.
+        words: uint16 [at least ``most_words``], filled from its end.
+        states: uint32 [4], the states with which decoding begins, written.
+        used: int64 [1], how many words were written.
+    """
+    place = len(words)
+    num_rows = len(numbers) // num_cols
+    for lane in range(NUM_STATES):
+        states[lane] = LEAST_STATE
+    for group in range(-(-num_rows // NUM_STATES) - 1, -1, -1):
+        first = group * NUM_STATES
+        num_lanes = min(NUM_STATES, num_rows - first)
+        row_classes = np.int64(0)  # four bits for each row
+        for lane in range(num_lanes):
+            row_classes |= _class_of(numbers, (first + lane) * num_cols, num_cols, first_class) << (4 * lane)
+        for column in range(num_cols - 1, -1, -1):
+            for lane in range(num_lanes - 1, -1, -1):
+                row = first + lane
+                table = choices[(row_classes >> (4 * lane) & 15) * num_cols + column]
+                number = numbers[row * num_cols + column]
+                state, place = _put_number(np.uint64(states[lane]), number, table, tables, words, place)
+                states[lane] = state
+        for lane in range(num_lanes - 1, -1, -1):
+            state, row_class = np.uint64(states[lane]), row_classes >> (4 * lane) & 15
+            state, place = _put_digit(state, row_class, 0, class_tables, words, place)
+            states[lane] = state
+    used[0] = len(words) - place
+
+
+@njit
+def _refilled(state, words, place):
+    """Return a state that took a word if it is too small, and the place of the next word."""
+    if state < np.uint64(LEAST_STATE):
+        if place < len(words):
+            state = state << np.uint64(_WORD_BITS) | np.uint64(words[place])
+        place += 1
+    return state, place
+
+
+@njit
+def _taken(state, table, tables, words, place):
+    """Take a digit from a state: return it, the state, and the place of the next word."""
+    slot = tables.slots[table, np.int64(state & np.uint64(_SLOT_MASK))]
+    frequency, distance = np.uint64(slot >> np.uint32(8) & np.uint32(_SLOT_MASK)), np.uint64(slot >> np.uint32(20))
+    state = frequency * (state >> np.uint64(SCALE_BITS)) + distance
+    state, place = _refilled(state, words, place)
+    return np.int64(slot & np.uint32(0xFF)), state, place
+
+
+@njit
+def _taken_number(state, table, tables, words, place):
+    """Take a number of 16 bits from a state: return it, the state, and the place of the next word."""
+    digit, state, place = _taken(state, table, tables, words, place)
+    low_bits = np.int64(tables.low_bits[table])
+    if digit == ESCAPE:
+        high, state = state & np.uint64(0xFF), state >> np.uint64(8)
+        state, place = _refilled(state, words, place)
+        low, state = state & np.uint64(0xFF), state >> np.uint64(8)
+        state, place = _refilled(state, words, place)
+        return np.int64(np.int16(np.uint16(high << np.uint64(8) | low))), state, place
+    number = digit - ZERO_DIGIT
+    if low_bits > 0:
+        number = (number << low_bits) + np.int64(state & np.uint64((1 << low_bits) - 1))
+        state, place = _refilled(state >> np.uint64(low_bits), words, place)
+    return number, state, place
+
+
+@njit
+def _decode_four(words, states, num_cols, choices, class_tables, tables, numbers, first, place):
+    """Decode four rows, whose states are in registers meanwhile; return the place of the next word."""
+    state_0, state_1 = np.uint64(states[0]), np.uint64(states[1])
+    state_2, state_3 = np.uint64(states[2]), np.uint64(states[3])
+    class_0, state_0, place = _taken(state_0, 0, class_tables, words, place)
+    class_1, state_1, place = _taken(state_1, 0, class_tables, words, place)
+    class_2, state_2, place = _taken(state_2, 0, class_tables, words, place)
+    class_3, state_3, place = _taken(state_3, 0, class_tables, words, place)
+    choice_0, choice_1 = (class_0 & 15) * num_cols, (class_1 & 15) * num_cols
+    choice_2, choice_3 = (class_2 & 15) * num_cols, (class_3 & 15) * num_cols
+    target = first * num_cols
+    for column in range(num_cols):
+        number, state_0, place = _taken_number(state_0, choices[choice_0 + column], tables, words, place)
+        numbers[target + column] = number
+        number, state_1, place = _taken_number(state_1, choices[choice_1 + column], tables, words, place)
+        numbers[target + num_cols + column] = number
+        number, state_2, place = _taken_number(state_2, choices[choice_2 + column], tables, words, place)
+        numbers[target + 2 * num_cols + column] = number
+        number, state_3, place = _taken_number(state_3, choices[choice_3 + column], tables, words, place)
+        numbers[target + 3 * num_cols + column] = number
+    states[0], states[1], states[2], states[3] = state_0, state_1, state_2, state_3
+    return place
+
+
+@njit
+def _decode_few(words, states, num_cols, choices, class_tables, tables, numbers, first, place):
+    """Decode fewer than four rows; return the place of the next word."""
+    num_lanes = len(numbers) // num_cols - first
+    row_classes = np.int64(0)  # four bits for each row
+    for lane in range(num_lanes):
+        row_class, state, place = _taken(np.uint64(states[lane]), 0, class_tables, words, place)
+        states[lane] = state
+        row_classes |= (row_class & 15) << (4 * lane)
+    for column in range(num_cols):
+        for lane in range(num_lanes):
+            table = choices[(row_classes >> (4 * lane) & 15) * num_cols + column]
+            number, state, place = _taken_number(np.uint64(states[lane]), table, tables, words, place)
+            states[lane] = state
+            numbers[(first + lane) * num_cols + column] = number
+    return place
+
+
+@Kernel
+def decode(words, states, num_cols, choices, class_tables, tables, numbers, is_right):
+    """Decode rows of whole numbers. Whatever the words are, it reads and writes only within the arrays.
+
+    Args:
+        words: uint16 [words], in the order of decoding.
+        states: uint32 [4], overwritten.
+        num_cols: Numbers in a row.
+        choices: The table of each class and column, uint8 [16 * num_cols].
+        class_tables: ``SymbolTables`` with the table of the classes.
+        tables: ``SymbolTables``.
+        numbers: int16 [n * num_cols], written.
+        is_right: bool [1], written: whether all words were used and the states are those with which encoding began.
+    """
+    place = 0
+    num_rows = len(numbers) // num_cols
+    for first in range(0, num_rows, NUM_STATES):
+        if num_rows - first >= NUM_STATES:
+            place = _decode_four(words, states, num_cols, choices, class_tables, tables, numbers, first, place)
+        else:
+            place = _decode_few(words, states, num_cols, choices, class_tables, tables, numbers, first, place)
+    right = place == len(words)
+    for lane in range(NUM_STATES):
+        right = right and states[lane] == LEAST_STATE
+    is_right[0] = right
+
+
+def most_words(num_rows: int, num_cols: int) -> int:
+    """Return the most words that rows can take: a digit of frequency 1 and 16 raw bits for each number."""
+    return num_rows * (2 * num_cols + 1) + NUM_STATES
