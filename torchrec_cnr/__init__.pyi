@@ -54,6 +54,7 @@ from .quantization import (
     Quantization,
     Scheme,
     Symmetric,
+    TransformCoded,
     expected_restores,
 )
 from .reading.load_table import load_table
@@ -123,6 +124,7 @@ __all__ = [
     "StateMismatchError",
     "StoreError",
     "Symmetric",
+    "TransformCoded",
     "UntrackedRowsError",
     "VerifyReport",
     "VersionError",

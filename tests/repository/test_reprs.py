@@ -47,6 +47,7 @@ VALUES: Mapping[str, Any] = {
     "Prune": cnr.Prune(NOW_NS, "step-1", 2000),
     "RandomState": cnr.RandomState(),
     "Symmetric": cnr.Symmetric(2),
+    "TransformCoded": cnr.TransformCoded(cnr.AdaptiveAsymmetric(3)),
 }
 
 

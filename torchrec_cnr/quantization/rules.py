@@ -14,6 +14,7 @@ from torchrec_cnr.errors import ConfigurationError, DamagedError
 from torchrec_cnr.quantization.choose_bits import ByErrorBudget, ByExpectedRestores
 from torchrec_cnr.quantization.kmeans import KMeans
 from torchrec_cnr.quantization.scheme import HalfPrecision, NoQuantization, Quantization, Scheme
+from torchrec_cnr.quantization.transform_coded import TransformCoded, Transformed
 from torchrec_cnr.quantization.uniform import (
     LADDERS,
     MAX_CUTS,
@@ -27,7 +28,7 @@ from torchrec_cnr.quantization.uniform import (
 
 _ALL = (
     NoQuantization | HalfPrecision | Symmetric | Asymmetric | AdaptiveAsymmetric | KMeans
-    | ByExpectedRestores | ByErrorBudget
+    | ByExpectedRestores | ByErrorBudget | TransformCoded
 )  # fmt: skip
 
 _NUM_NEAREST = 3  # FQNs that a message suggests
@@ -87,6 +88,11 @@ class SchemeRules:
             if rule.supports(dtype):
                 yield from possible_schemes(rule)
 
+    @property
+    def has_transforms(self) -> bool:
+        """Whether any tensor may be transform-coded."""
+        return any(isinstance(rule, TransformCoded) for rule in (self.tables, *(rule for _, rule in self.patterns)))
+
     def unused(self, fqns: Collection[str]) -> Iterator[tuple[str, list[str]]]:
         """Yield the patterns that match no tensor of a save, each with the FQNs that are most similar to it."""
         for pattern, _ in self.patterns:
@@ -102,6 +108,8 @@ def possible_schemes(rule: Quantization) -> Iterator[Scheme]:
         case ByExpectedRestores() | ByErrorBudget():
             for choice in rule.choices():
                 yield from possible_schemes(choice)
+        case TransformCoded(error_of):
+            yield from possible_schemes(error_of)
         case NoQuantization() | HalfPrecision() | Symmetric() | Asymmetric() | AdaptiveAsymmetric() | KMeans():
             yield rule
 
@@ -145,6 +153,8 @@ def _parsed(value: Mapping[str, Any]) -> Scheme | None:
             return AdaptiveAsymmetric(bits, _parsed_search(search))
         case {"name": "kmeans", "bits": bits}:
             return KMeans(bits)
+        case {"name": "transformed", "digest": digest, "basis": basis}:
+            return Transformed(digest, basis)
     return None
 
 

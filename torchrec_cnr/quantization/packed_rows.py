@@ -1,0 +1,115 @@
+"""The bytes of a blob of transformed rows: its numbers, entropy-coded in strips of rows, and then its exact rows.
+
+A strip has up to 4,096 rows and can be decoded by itself, so that several threads share the work. The blob begins with
+the number of words and the four states of each strip. The words of all strips follow, and then the exact rows as in any
+other blob. docs/reference/format.md specifies each byte.
+"""
+
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_cnr.errors import DamagedError
+from torchrec_cnr.kernels import cpu
+from torchrec_cnr.kernels.cpu.compiling import in_parallel
+from torchrec_cnr.kernels.cpu.symbol_coder import NUM_STATES, most_words
+from torchrec_cnr.quantization.row_transform import Numbers, RowTransform
+from torchrec_cnr.quantization.symbol_tables import symbol_tables
+
+Bytes = npt.NDArray[np.uint8]
+
+STRIP_ROWS = 4096
+MAX_VALUES = 1 << 24  # of a packed blob; bounds the memory that a small file can demand
+_STRIP = np.dtype([("num_words", "<u4"), ("states", "<u4", (NUM_STATES,))])
+
+
+def num_strips(num_rows: int) -> int:
+    """Return the number of strips of a blob."""
+    return -(-num_rows // STRIP_ROWS)
+
+
+def least_bytes(num_rows: int) -> int:
+    """Return the bytes of the smallest blob of this many rows, without exact ones."""
+    return num_strips(num_rows) * _STRIP.itemsize
+
+
+def may_be_packed(num_bytes: int, num_rows: int, num_cols: int) -> bool:
+    """Return whether a blob of this size, without exact rows, may be of this many packed rows."""
+    least = least_bytes(num_rows)
+    is_bounded = num_cols > 0 and num_rows * num_cols <= MAX_VALUES
+    most = least + 2 * (most_words(num_rows, num_cols) if is_bounded else 0)
+    return is_bounded and least <= num_bytes <= most and num_bytes % 2 == 0
+
+
+def packed(numbers: Numbers, transform: RowTransform) -> Bytes:
+    """Return the bytes of rows of numbers, int16 [n, num_cols], without exact rows."""
+    bounds = _bounds(len(numbers))
+    strips = np.empty(len(bounds), _STRIP)
+    words: list[npt.NDArray[np.uint16]] = [np.empty(0, np.uint16)] * len(bounds)
+
+    def encode(first: int, stop: int) -> None:
+        for strip in range(first, stop):
+            start, end = bounds[strip]
+            states, words[strip] = cpu.encode_numbers(
+                numbers[start:end],
+                transform.first_class,
+                transform.choices,
+                transform.class_tables,
+                symbol_tables(),
+            )
+            strips[strip] = len(words[strip]), states
+
+    in_parallel(encode, len(bounds), chunk_rows=1)
+    return np.concatenate([strips.view(np.uint8), *(each.astype("<u2", copy=False).view(np.uint8) for each in words)])
+
+
+def unpacked(data: Bytes, num_rows: int, transform: RowTransform, where: str) -> tuple[Numbers, Bytes]:
+    """Return the numbers of a blob, int16 [num_rows, num_cols], and the bytes after them.
+
+    Args:
+        data: The bytes of the blob.
+        num_rows: Number of rows; the manifest parser has checked that they have at most ``MAX_VALUES`` values.
+        transform: The transform of its shard.
+        where: The name of the blob, for errors.
+
+    Raises:
+        DamagedError: The bytes are not rows that this transform packs.
+    """
+    bounds = _bounds(num_rows)
+    head_bytes = least_bytes(num_rows)
+    strips = data[:head_bytes].view(_STRIP) if len(data) >= head_bytes else np.empty(0, _STRIP)
+    ends = head_bytes + 2 * np.cumsum([0, *strips["num_words"].tolist()])
+    if len(strips) != len(bounds) or ends[-1] > len(data):
+        raise DamagedError(f"{where}: corrupt: {len(data)} bytes are too few for its words; use another checkpoint")
+    numbers = np.empty((num_rows, transform.num_cols), np.int16)
+    are_right = np.zeros(len(bounds), np.bool_)
+
+    def decode(first: int, stop: int) -> None:
+        for strip in range(first, stop):
+            start, end = bounds[strip]
+            words = data[ends[strip] : ends[strip + 1]].copy().view("<u2").astype(np.uint16, copy=False)
+            are_right[strip] = cpu.decode_numbers(
+                words,
+                strips["states"][strip],
+                transform.choices,
+                transform.class_tables,
+                symbol_tables(),
+                numbers[start:end],
+            )
+
+    in_parallel(decode, len(bounds), chunk_rows=1)
+    if not are_right.all():
+        raise DamagedError(f"{where}: corrupt: its words are not those of {num_rows} rows; use another checkpoint")
+    return numbers, data[ends[-1] :]
+
+
+def unpacked_bytes(data: Bytes, num_rows: int, transform: RowTransform, where: str) -> Bytes:
+    """Return the numbers of a blob as bytes, and after them its exact rows; see :func:`unpacked`."""
+    numbers, rest = unpacked(data, num_rows, transform, where)
+    flat = numbers.reshape(-1).view(np.uint8)
+    return np.concatenate((flat, rest)) if len(rest) else flat
+
+
+def _bounds(num_rows: int) -> list[tuple[int, int]]:
+    return list(pairwise([*range(0, num_rows, STRIP_ROWS), num_rows])) if num_rows else []
