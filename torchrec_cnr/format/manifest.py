@@ -88,6 +88,26 @@ class Pack:
 
 
 @dataclass(frozen=True)
+class StoredTransform:
+    """The transform of a shard's rows.
+
+    Attributes:
+        blob: The transform without its basis, compressed. Shards may share one.
+        basis: Its basis, if it has one. It may be in the data files of an older checkpoint.
+        num_exact: The number of exact rows in each blob of the shard, which its size does not show.
+    """
+
+    blob: Blob
+    basis: Blob | None
+    num_exact: tuple[int, ...]
+
+    @property
+    def blobs(self) -> tuple[Blob, ...]:
+        """Its one or two blobs."""
+        return (self.blob,) if self.basis is None else (self.blob, self.basis)
+
+
+@dataclass(frozen=True)
 class Shard:
     """The stored rows of one shard of a tensor.
 
@@ -97,6 +117,7 @@ class Shard:
         blobs: The codes of each block of rows.
         scheme: The quantization scheme of its rows. Each rank chooses it for its own shards.
         table_box: For row-wise optimizer state, the box of the table shard that it belongs to.
+        transform: For the scheme ``Transformed``, the transform of the rows.
     """
 
     box: Box
@@ -104,6 +125,7 @@ class Shard:
     blobs: tuple[Blob, ...]
     scheme: Scheme
     table_box: Box | None = None
+    transform: StoredTransform | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -112,11 +134,19 @@ class Shard:
             all(block.coding == "all" for block in self.rows.blocks) and self.rows.num_rows == self.box.num_rows
         )
 
-    def bytes_behind_codes(self, dtype: torch.dtype) -> Iterator[int]:
-        """Yield the bytes of each blob after the codes of its rows, which are exact rows; negative for a split blob."""
-        row_bytes = self.scheme.row_bytes(self.box.num_cols, dtype)
+    def num_exact(self, dtype: torch.dtype) -> Iterator[int]:
+        """Yield the number of exact rows of each blob."""
+        if self.transform is not None:
+            yield from self.transform.num_exact
+            return
+        row_bytes, exact_bytes = self.scheme.row_bytes(self.box.num_cols, dtype), self.exact_row_bytes(dtype)
         blobs = zip(self.blobs, self.rows.blocks, strict=False)  # a shard without columns has blocks but no blobs
-        return (blob.num_bytes - block.num_rows * row_bytes for blob, block in blobs)
+        for blob, block in blobs:
+            yield max(0, blob.num_bytes - block.num_rows * row_bytes) // exact_bytes  # less than 0 for a split blob
+
+    def exact_row_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of an exact row of this shard."""
+        return exact_row_bytes(self.box.num_cols, dtype.itemsize)
 
     @property
     def place(self) -> "Place":
@@ -303,10 +333,10 @@ class Manifest:
     def num_exact_rows(self) -> int:
         """The number of exact rows, which codes cannot represent; a row in several shards counts in each."""
         return sum(
-            max(0, num_bytes) // exact_row_bytes(shard.box.num_cols, DTYPES[entry.dtype].itemsize)
+            num_exact
             for entry in self.tensors.values()
             for shard in entry.shards
-            for num_bytes in shard.bytes_behind_codes(DTYPES[entry.dtype])
+            for num_exact in shard.num_exact(DTYPES[entry.dtype])
         )
 
     def blobs(self) -> Iterator[tuple[str, Blob]]:
@@ -315,7 +345,14 @@ class Manifest:
             for index, shard in enumerate(entry.shards):
                 for number, blob in enumerate(shard.blobs):
                     yield f"{name_of(fqn, entry, index)} block {number}", blob
-        yielded: set[Blob] = set()  # row sets may share blobs
+        yielded: set[Blob] = set()  # shards may share transforms, and row sets blobs
+        for fqn, entry in self.tensors.items():
+            for index, shard in enumerate(entry.shards):
+                blobs = () if shard.transform is None else shard.transform.blobs
+                for what, blob in zip(("transform", "basis"), blobs, strict=False):
+                    if blob not in yielded:
+                        yielded.add(blob)
+                        yield f"{what} of {name_of(fqn, entry, index)}", blob
         for name, rows in zip(self._row_set_names, self.row_sets, strict=True):
             for number, block in enumerate(rows.blocks):
                 if block.blob is not None and block.blob not in yielded:
@@ -326,9 +363,11 @@ class Manifest:
 
     def unnamed_blobs(self) -> list[Blob]:
         """Return every blob once, without names, which is faster."""
-        codes = [blob for entry in self.tensors.values() for shard in entry.shards for blob in shard.blobs]
+        shards = [shard for entry in self.tensors.values() for shard in entry.shards]
+        codes = [blob for shard in shards for blob in shard.blobs]
+        transforms = dict.fromkeys(blob for shard in shards if shard.transform for blob in shard.transform.blobs)
         row_codes = [block.blob for rows in self.row_sets for block in rows.blocks if block.blob is not None]
-        return [*codes, *dict.fromkeys(row_codes), *self.objects.values()]
+        return [*codes, *transforms, *dict.fromkeys(row_codes), *self.objects.values()]
 
 
 def name_of(fqn: str, entry: TensorEntry, index: int) -> str:
@@ -373,7 +412,14 @@ class Renumbering:
     def shard(self, shard: Shard) -> Shard:
         """Return a moved shard, with its row set."""
         rows, blobs = self.rows(shard.rows), tuple(map(self.blob, shard.blobs))
-        return Shard(shard.box, rows, blobs, shard.scheme, shard.table_box)
+        return Shard(shard.box, rows, blobs, shard.scheme, shard.table_box, self.transform(shard.transform))
+
+    def transform(self, transform: StoredTransform | None) -> StoredTransform | None:
+        """Return a moved transform."""
+        if transform is None:
+            return None
+        basis = None if transform.basis is None else self.blob(transform.basis)
+        return replace(transform, blob=self.blob(transform.blob), basis=basis)
 
     def tensor(self, entry: TensorEntry) -> TensorEntry:
         """Return a tensor with moved shards."""

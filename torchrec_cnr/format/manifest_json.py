@@ -25,7 +25,7 @@ from cachetools import LRUCache
 from torchrec_cnr.errors import DamagedError, VersionError
 from torchrec_cnr.format.blob_bytes import decompressed
 from torchrec_cnr.format.boxes import Box
-from torchrec_cnr.format.manifest import LogRange, Manifest, Pack, TensorEntry
+from torchrec_cnr.format.manifest import LogRange, Manifest, Pack, StoredTransform, TensorEntry
 from torchrec_cnr.format.manifest_parser import FORMAT, VERSION, ManifestParser
 from torchrec_cnr.format.row_sets import Blob, RowSet
 from torchrec_cnr.gc_pause import paused_gc
@@ -290,10 +290,18 @@ def _tensor_json(entry: TensorEntry, row_sets: Mapping[int, int], schemes: dict[
                 row_sets[id(shard.rows)],
                 list(map(_blob_json, shard.blobs)),
                 schemes[id(shard.scheme)],
+                *_transform_json(shard.transform),
             ]
             for shard in entry.shards
         ],
     }
+
+
+def _transform_json(transform: StoredTransform | None) -> list[Any]:
+    if transform is None:
+        return []
+    basis = transform.basis and _blob_json(transform.basis)
+    return [[_blob_json(transform.blob), basis, list(transform.num_exact)]]
 
 
 def _place_json(box: Box, table_box: Box | None) -> list[Any]:

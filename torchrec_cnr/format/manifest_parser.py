@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
+import torch
 
 from torchrec_cnr.errors import DamagedError
 from torchrec_cnr.format.blob_bytes import MAX_CODED_ROWS, exact_row_bytes, may_be_split
@@ -25,10 +26,13 @@ from torchrec_cnr.format.manifest import (
     Pack,
     Place,
     Shard,
+    StoredTransform,
     TensorEntry,
 )
 from torchrec_cnr.format.row_sets import MAX_ROWS_PER_MEMBER, Blob, RowBlock, RowSet
-from torchrec_cnr.quantization import Scheme, scheme_from_json
+from torchrec_cnr.quantization import Scheme, Transformed, scheme_from_json
+from torchrec_cnr.quantization.packed_rows import may_be_packed
+from torchrec_cnr.quantization.row_transform import basis_bytes, transform_bytes
 
 FORMAT = "torchrec_cnr"
 VERSION = 1
@@ -38,6 +42,7 @@ TOPIC = re.compile(r"(?!\.\.?$)[A-Za-z0-9._-]{1,249}")  # Kafka's rule
 PARENT_PATH = re.compile(r"(\.\./)+(?!\.\.?(/|$))[^/\\\x00-\x1f]+(/(?!\.\.?(/|$))[^/\\\x00-\x1f]+)*")
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
+_MAX_FRAME_EXTRA = 64  # bytes by which compressing may make a transform larger
 _SURROGATE = re.compile("[\ud800-\udfff]")  # only lone ones: json.loads made one character of each pair
 _PACK_NAME = re.compile(r"[A-Za-z0-9._-]{1,188}" + re.escape(PACK_SUFFIX))
 _HEX = re.compile(r"[0-9a-f]{64}")
@@ -210,12 +215,22 @@ class ManifestParser:
         return entry
 
     def shard(self, value: Any, what: str, tensor: Mapping[str, Any]) -> Shard:
-        box_value, table_box_value, row_set_number, blobs, scheme = self.tuple_of(value, 5, what)
+        has_six = isinstance(value, list) and len(value) == 6
+        is_transformed = has_six and isinstance(value[4], dict) and value[4].get("name") == Transformed.name
+        fields = self.tuple_of(value, 6 if is_transformed else 5, what)
+        box_value, table_box_value, row_set_number, blobs, scheme = fields[:5]
         box = self.box(box_value, what)
         table_box = None if table_box_value is None else self.box(table_box_value, what)
         rows = self.row_sets[self.integer(row_set_number, what, high=len(self.row_sets) - 1)]
         codes = self.items(self.blob, blobs, what)
-        return Shard(box, rows, codes, self.scheme(scheme, tensor["dtype"], what), table_box)
+        transform = self.transform(fields[5], what) if is_transformed else None
+        return Shard(box, rows, codes, self.scheme(scheme, tensor["dtype"], what), table_box, transform)
+
+    def transform(self, value: Any, what: str) -> StoredTransform:
+        blob, basis, num_exact = self.tuple_of(value, 3, what)
+        return StoredTransform(
+            self.blob(blob, what), self.optional(self.blob, basis, what), self.items(self.integer, num_exact, what)
+        )
 
     def place(self, value: Any, what: str) -> Place:
         box, table_box = self.tuple_of(value, 2, what)
@@ -251,6 +266,9 @@ class ManifestParser:
         if len(shard.blobs) != len(blocks):
             self.fail(f"{what}: {len(shard.blobs)} blobs for {len(blocks)} blocks of rows")
         dtype, num_cols = DTYPES[entry.dtype], shard.box.num_cols
+        if shard.transform is not None or isinstance(shard.scheme, Transformed):
+            self.check_transformed(shard, shard.transform, dtype, what)
+            return
         row_bytes, tail_bytes = shard.scheme.row_bytes(num_cols, dtype), shard.scheme.tail_bytes(num_cols, dtype)
         for number, (block, blob) in enumerate(zip(blocks, shard.blobs, strict=True)):
             num_bytes = block.num_rows * row_bytes
@@ -262,6 +280,26 @@ class ManifestParser:
             if not 0 <= num_exact <= (block.num_rows if shard.scheme.name != "none" else 0) or remainder:
                 self.fail(
                     f"{what}: block {number} has {blob.num_bytes} bytes, its {block.num_rows} rows need {num_bytes}"
+                )
+
+    def check_transformed(self, shard: Shard, transform: StoredTransform | None, dtype: torch.dtype, what: str) -> None:
+        """Check the sizes of a transform and of the blobs of its rows, which bound the memory that these need."""
+        num_cols = shard.box.num_cols
+        if transform is None or not isinstance(shard.scheme, Transformed) or not shard.blobs:
+            self.fail(f"{what}: a transform without rows, or rows without their transform")
+        if transform.blob.num_bytes > transform_bytes(num_cols) + _MAX_FRAME_EXTRA:
+            self.fail(f"{what}: a transform of {transform.blob.num_bytes} bytes, for {num_cols} columns")
+        if transform.basis is not None and transform.basis.num_bytes != basis_bytes(num_cols):
+            self.fail(f"{what}: a basis of {transform.basis.num_bytes} bytes, for {num_cols} columns")
+        if len(transform.num_exact) != len(shard.blobs):
+            self.fail(f"{what}: {len(transform.num_exact)} numbers of exact rows for {len(shard.blobs)} blobs")
+        blobs = zip(shard.rows.blocks, shard.blobs, transform.num_exact, strict=True)
+        for number, (block, blob, num_exact) in enumerate(blobs):
+            num_bytes = blob.num_bytes - num_exact * shard.exact_row_bytes(dtype)
+            if num_exact > block.num_rows or not may_be_packed(num_bytes, block.num_rows, num_cols):
+                self.fail(
+                    f"{what}: block {number} has {blob.num_bytes} bytes, which cannot be {block.num_rows} transformed "
+                    f"rows of {num_cols} columns, {num_exact} of them exact"
                 )
 
     def stored(self, manifest: Manifest) -> list[Blob]:
@@ -285,7 +323,9 @@ class ManifestParser:
         packs, offsets, stops = packs[order], offsets[order], (offsets + sizes)[order]
         begins = np.array([pack.header_bytes for pack in self.packs], dtype=np.int64)[packs]
         expected = np.where(np.diff(packs, prepend=-1) != 0, begins, np.roll(stops, 1))
-        is_wrong = offsets < expected if manifest.replaces is not None else offsets != expected
+        # A replacement, or a delta that uses a transform of an older checkpoint, need not use all of another's pack.
+        may_skip = np.array([manifest.replaces is not None or pack.directory is not None for pack in self.packs])
+        is_wrong = np.where(may_skip[packs], offsets < expected, offsets != expected)
         if is_wrong.any():
             first_wrong = int(np.argmax(is_wrong))
             byte = min(offsets[first_wrong], expected[first_wrong])
@@ -294,10 +334,13 @@ class ManifestParser:
         for index, stop in zip(packs.tolist(), stops.tolist(), strict=True):
             ends[index] = stop
         for pack, end in zip(self.packs, ends, strict=True):
-            if end != pack.num_bytes and manifest.replaces is None:
+            if end != pack.num_bytes and manifest.replaces is None and pack.directory is None:
                 self.fail(f"pack {pack.name}: its blobs end at byte {end}, expected {pack.num_bytes}")
-        if manifest.replaces is None and any(pack.directory is not None for pack in self.packs):
-            self.fail("it uses other checkpoints' packs, but replaces no manifest")
+        if manifest.replaces is None:
+            transforms = (shard.transform for entry in manifest.tensors.values() for shard in entry.shards)
+            parts = {blob for transform in transforms if transform is not None for blob in transform.blobs}
+            if any(self.packs[blob.pack].directory is not None and blob not in parts for blob in blobs):
+                self.fail("it uses rows in other checkpoints' packs, but replaces no manifest")
 
     def check_references(self, manifest: Manifest) -> None:
         is_replacement = manifest.replaces is not None  # a load checks whether it contains every row

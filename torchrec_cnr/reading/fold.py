@@ -14,14 +14,18 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 
 import torch
 
 from torchrec_cnr.errors import DamagedError
-from torchrec_cnr.format.blob_bytes import Bytes, join
+from torchrec_cnr.format.blob_bytes import Bytes, decompressed, join
 from torchrec_cnr.format.coverage import Coverage
 from torchrec_cnr.format.manifest import DTYPES
 from torchrec_cnr.progress import Count, Progress
+from torchrec_cnr.quantization import Scheme, Transformed
+from torchrec_cnr.quantization.packed_rows import unpacked_bytes
+from torchrec_cnr.quantization.row_transform import transform_bytes
 from torchrec_cnr.reading.blocks import Block, BlockRowNumbers, PlacedRows, parse_block
 from torchrec_cnr.reading.plan import BlobRead, CheckpointReads
 from torchrec_cnr.reading.regions import Region
@@ -30,6 +34,22 @@ from torchrec_cnr.storage.pack_reader import PackReader
 MAX_TURNS = 1 << 15
 _MIN_COLS = 8  # for narrower rows, looking up the last turn takes as long as writing the row
 _EARLY_BYTES = 256 << 20  # limit of bytes read before the first row is written: row numbers, and records of logs
+
+
+def known_scheme(scheme: Transformed, stored: Sequence[bytes], num_cols: int, where: str) -> Transformed:
+    """Return a scheme with its transform.
+
+    Args:
+        scheme: The scheme, as a manifest has it.
+        stored: The bytes of the transform, and of its basis if it has one.
+        num_cols: Number of columns of the rows.
+        where: The name of the transform, for errors.
+
+    Raises:
+        DamagedError: The bytes are not of this transform.
+    """
+    data = decompressed(stored[0], transform_bytes(num_cols), where)
+    return scheme.with_data(data, stored[1] if len(stored) > 1 else None, num_cols, where)
 
 
 class CheckpointRows:
@@ -53,9 +73,12 @@ class CheckpointRows:
         self._first_turn = first_turn
         self._packs = PackReader(store, manifest.packs, thread_count)
         early_blobs = [(key, block.blob) for key, block in plan.row_blocks.items() if block.blob is not None]
+        early_blobs += plan.transforms.items()
         if holds_logs:
             early_blobs += [(key, read.blob) for key, read in plan.reads.items() if plan.is_in_log(read.blob)]
         self._held = dict(self._packs.read(early_blobs))
+        self._transforms = {blob: self._held.pop(key).tobytes() for key, blob in plan.transforms.items()}
+        self._schemes: dict[str, Transformed] = {}
         codes = {key: self._held.pop(key) for key in plan.row_blocks}
         self._numbers = BlockRowNumbers(plan.row_blocks, codes, store.url)
 
@@ -80,10 +103,24 @@ class CheckpointRows:
                 for key, data in itertools.chain(held_blobs, itertools.islice(blobs_read, len(turn_blobs))):
                     yield turn_number, turn[key], self._block(key, data, is_delta)
 
+    def _scheme(self, key: str) -> Scheme:
+        """Return the scheme of a blob, with its transform if it has one."""
+        shard = self.plan.reads[key].shard
+        if shard.transform is None or not isinstance(shard.scheme, Transformed):
+            return shard.scheme
+        found = self._schemes.get(shard.scheme.digest)
+        if found is None:  # threads may do this at once, to the same result
+            stored = [self._transforms[blob] for blob in shard.transform.blobs]
+            found = known_scheme(shard.scheme, stored, shard.box.num_cols, f"{self._where(key)}: transform")
+            self._schemes[shard.scheme.digest] = found
+        return found
+
     def _joined(self, key: str, data: Bytes) -> Bytes:
-        """Return the bytes of a blob, joined if they were byte-split. For files, the reading threads do this."""
-        read = self.plan.reads[key]
+        """Return the codes of a blob, joined if byte-split, or unpacked. For files, the reading threads do this."""
+        read, scheme = self.plan.reads[key], self._scheme(key)
         num_cols, dtype = read.shard.box.num_cols, DTYPES[read.entry.dtype]
+        if isinstance(scheme, Transformed):
+            return unpacked_bytes(data, read.rows.num_rows, scheme.known, self._where(key))
         row_bytes = read.shard.scheme.row_bytes(num_cols, dtype)
         tail_bytes = read.shard.scheme.tail_bytes(num_cols, dtype)
         return join(data, read.rows.num_rows, row_bytes, tail_bytes, self._where(key))
@@ -91,7 +128,8 @@ class CheckpointRows:
     def _block(self, key: str, data: Bytes, is_delta: bool) -> Block:
         read = self.plan.reads[key]
         dtype = DTYPES[read.entry.dtype]
-        return parse_block(read.shard, dtype, data, self._placed(read), is_delta, self._where(key))
+        shard = replace(read.shard, scheme=self._scheme(key))
+        return parse_block(shard, dtype, data, self._placed(read), is_delta, self._where(key))
 
     def _where(self, key: str) -> str:
         return f"{self.plan.checkpoint.store.url}: {key}"

@@ -47,6 +47,13 @@ class CheckpointReads:
         names = self.checkpoint.manifest.row_block_names
         return {names[read.rows]: read.rows for read in self.reads.values() if read.rows.blob is not None}
 
+    @cached_property
+    def transforms(self) -> dict[str, Blob]:
+        """The transforms of rows to read, and their bases, by a key that names them in errors."""
+        transforms = {key: read.shard.transform for key, read in self.reads.items() if read.shard.transform is not None}
+        blobs = {blob: key for key, transform in transforms.items() for blob in transform.blobs}
+        return {f"transform of {key}: {number}": blob for number, (blob, key) in enumerate(blobs.items())}
+
     def turns(self) -> list[dict[str, BlobRead]]:
         """Return the blobs of each turn. Within a turn, the order of blobs does not matter."""
         turns: list[dict[str, BlobRead]] = [{} for _ in range(self.num_turns)]
@@ -65,9 +72,11 @@ class CheckpointReads:
 
     @property
     def early_bytes(self) -> int:
-        """Bytes to read and hold before the rows are known: all row numbers, and all blobs in logs."""
+        """Bytes to read and hold before the rows are known: row numbers, transforms, and all blobs in logs."""
         rows = (block.blob.num_bytes for block in self.row_blocks.values() if block.blob is not None)
-        return sum(rows) + sum(read.blob.num_bytes for read in self.reads.values() if self.is_in_log(read.blob))
+        transforms = (blob.num_bytes for blob in self.transforms.values())
+        in_logs = (read.blob.num_bytes for read in self.reads.values() if self.is_in_log(read.blob))
+        return sum(rows) + sum(transforms) + sum(in_logs)
 
 
 def plan_fold(lineage: Lineage, regions: Sequence[Region]) -> list[CheckpointReads]:

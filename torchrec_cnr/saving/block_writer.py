@@ -148,7 +148,7 @@ class BlockSink(PackSink):
     """
 
     def __init__(self, files: PackWriter, row_packs: PackWriter, target: BlockTarget, before: Predecessor) -> None:
-        super().__init__(files, row_packs)
+        super().__init__(files, row_packs, {})
         self._target = target
         self._before = before
         self._kept_packs: list[Pack] = []

@@ -89,8 +89,7 @@ def assemble(results: Sequence[Sequence[WriteResult]]) -> Assembled:
         files = [record for _, record in records if isinstance(record, RankRecord)]
         if len(files) != 1:
             raise SaveError(f"rank {rank} reported its data files {len(files)} times, expected once; save again")
-        renumbered = Renumbering(partial(_behind, len(packs)))
-        packs += files[0].packs
+        renumbered = Renumbering(partial(_placed, _numbered(files[0].packs, packs)))
         phases.append(files[0].phases)
         for fqn, record in records:
             if isinstance(record, ShardRecord):
@@ -101,8 +100,19 @@ def assemble(results: Sequence[Sequence[WriteResult]]) -> Assembled:
     return Assembled(packs, phases, dict(sorted(tensors.items())), dict(sorted(objects.items())))
 
 
-def _behind(num_packs: int, blob: Blob) -> Blob:
-    return Blob(blob.pack + num_packs, blob.offset, blob.num_bytes, blob.crc32c)
+def _numbered(rank_packs: Sequence[Pack], packs: list[Pack]) -> list[int]:
+    """Append the data files of a rank to those of all, and return their numbers. Ranks may use the same older file."""
+    older_packs = {pack: number for number, pack in enumerate(packs) if pack.directory is not None}
+    numbers = []
+    for pack in rank_packs:
+        if pack not in older_packs:
+            packs.append(pack)
+        numbers.append(older_packs.get(pack, len(packs) - 1))
+    return numbers
+
+
+def _placed(numbers: Sequence[int], blob: Blob) -> Blob:
+    return blob.in_pack(numbers[blob.pack])
 
 
 def _tensor_entry(fqn: str, records_and_parts: Sequence[tuple[ShardRecord, tuple[Shard, ...]]]) -> TensorEntry:
@@ -200,7 +210,7 @@ def file_of(
         save_id=save_id,
         parent=_parent(store, decision),
         policy=decision.policy,
-        history=_extended(decision.history, sum(pack.num_bytes for pack in contents.packs)),
+        history=_extended(decision.history, sum(pack.num_bytes for pack in contents.packs if pack.directory is None)),
         num_restores=decision.num_restores,
         world_size=len(contents.phases),
         writer=f"torchrec_cnr {__version__}",

@@ -10,7 +10,7 @@ rank that has the least to write. That is correct only if all copies are the sam
 import logging
 import posixpath
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -18,8 +18,10 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from torchrec_cnr.errors import ConfigurationError, LoadError, SaveError
 from torchrec_cnr.format.manifest import CheckpointRef, History, Manifest, Pack
+from torchrec_cnr.format.row_sets import Blob
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Head, Lineage, read_checkpoint, read_lineage, relative_path
 from torchrec_cnr.policies import Policy, Since
+from torchrec_cnr.quantization import Transformed
 from torchrec_cnr.sharding import ShardKey, shard_key
 from torchrec_cnr.storage.row_log import RowLog
 from torchrec_cnr.storage.store import Store
@@ -27,6 +29,19 @@ from torchrec_cnr.storage.store import Store
 logger = logging.getLogger(__name__)
 
 _MAX_READ_WHOLE = 16  # checkpoints; every save reads all manifests of a shorter chain
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """A transform or basis of rows that the chain of the parent has, so that a delta need not store it.
+
+    Attributes:
+        pack: Its data file; the directory is relative to the new checkpoint's.
+        blob: Its place in it.
+    """
+
+    pack: Pack
+    blob: Blob
 
 
 @dataclass(frozen=True)
@@ -45,6 +60,7 @@ class Decision:
         head: The checkpoint that the modified rows of all ranks relate to, by full path; None if there is none.
         loadable_besides: Another checkpoint that may be loaded until this save commits, if sinks must preserve its
             rows.
+        transforms: The transforms and bases that the parent uses, by their digests in hexadecimal.
     """
 
     save_id: str
@@ -57,6 +73,24 @@ class Decision:
     num_restores: int = 0
     head: CheckpointRef | None = None
     loadable_besides: CheckpointRef | None = None
+    transforms: Mapping[str, StoredPart] = field(default_factory=dict)
+
+
+def transforms_of(parent: Checkpoint, store: Store) -> Mapping[str, StoredPart]:
+    """Return the transforms and bases that a checkpoint uses, as a delta of it in another directory refers to them."""
+    parts: dict[str, StoredPart] = {}
+    for entry in parent.manifest.tensors.values():
+        for shard in entry.shards:
+            if shard.transform is None or not isinstance(shard.scheme, Transformed):
+                continue
+            digests = (shard.scheme.digest, shard.scheme.basis)
+            for digest, blob in zip(digests, shard.transform.blobs, strict=False):
+                pack = parent.manifest.packs[blob.pack]
+                directory = parent.store if pack.directory is None else parent.store.at(pack.directory)
+                path = relative_path(store, directory.url)
+                if digest is not None and path is not None and pack.log is None:
+                    parts[digest] = StoredPart(replace(pack, directory=path), blob)
+    return parts
 
 
 @dataclass(frozen=True)

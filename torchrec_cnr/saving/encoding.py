@@ -20,7 +20,18 @@ from torch import Tensor
 from torchrec_cnr.format.blob_bytes import Bytes, exact_row_bytes, split, with_exact_rows
 from torchrec_cnr.format.manifest import DTYPES
 from torchrec_cnr.format.row_sets import Blob, RowSet, UnplacedRowBlock, encode_row_numbers
-from torchrec_cnr.quantization import Encoded, NoQuantization, Scheme, SchemeRules, fused_bits, warm_up
+from torchrec_cnr.quantization import (
+    Encoded,
+    NoQuantization,
+    Scheme,
+    SchemeRules,
+    TransformCoded,
+    Transformed,
+    fused_bits,
+    warm_up,
+)
+from torchrec_cnr.quantization.packed_rows import packed
+from torchrec_cnr.quantization.row_transform import RowTransform
 from torchrec_cnr.saving.staged_values import StagedCodes, is_quantized_first
 from torchrec_cnr.storage.pack_writer import BLOCK_BYTES, PackWriter
 from torchrec_cnr.tracking.modified_rows import RowList, RowMask, SelectedRows
@@ -29,6 +40,7 @@ from torchrec_cnr.tracking.tracked_tables import TrackedRows, trackers
 logger = logging.getLogger(__name__)
 
 SAMPLE_ROWS = 512  # of a shard; enough that the errors of different schemes differ by more than chance
+_LEARNING_ROWS = 2048  # of a shard whose transform is learned: with fewer, frequencies of components are too uncertain
 
 _ALIGNED_BYTES = 16  # Triton compiles one kernel for addresses that are multiples of it, and another for the rest
 _GOLDEN_RATIO = (5**0.5 - 1) / 2
@@ -81,11 +93,16 @@ class EncodedShard:
 
     Attributes:
         blobs: For each block, the number of its blob; see ``PackWriter.add``.
-        num_exact: Number of rows that the scheme cannot represent. They are stored exactly.
+        exact_of_blobs: For each of them, the number of exact rows.
     """
 
     blobs: tuple[int, ...]
-    num_exact: int
+    exact_of_blobs: tuple[int, ...]
+
+    @property
+    def num_exact(self) -> int:
+        """The number of rows that the scheme cannot represent. They are stored exactly."""
+        return sum(self.exact_of_blobs)
 
 
 @dataclass(frozen=True)
@@ -107,6 +124,7 @@ def choose_scheme(
     rows: Sequence[SelectedRows] | Tensor | None,
     num_restores: int,
     on_unsuitable: Callable[[float], None] = lambda exact_share: None,
+    known: RowTransform | None = None,
 ) -> Scheme:
     """Choose the quantization scheme of a shard by its rule.
 
@@ -120,12 +138,19 @@ def choose_scheme(
         rows: The rows to store: in parts, as the planner resolves them, or by their numbers, int64 [k]; None for all.
         num_restores: Number of restores in the history of the state.
         on_unsuitable: Called if codes cannot represent so many rows that the shard is stored exactly, with their share.
+        known: A transform of the shard's rows that an older checkpoint of the chain has; None without one.
     """
     rule = rules.rule_for(fqn, values.dtype, is_table)
     if isinstance(rule, NoQuantization) or values.numel() == 0:
         return NoQuantization()
-    sample = sampled_rows(values, rows if isinstance(rows, Tensor) else _mask_of(rows))
-    scheme = rule.choose(lambda: sample, num_restores)
+    num_sampled = _LEARNING_ROWS if isinstance(rule, TransformCoded) else SAMPLE_ROWS
+    sample = sampled_rows(values, rows if isinstance(rows, Tensor) else _mask_of(rows), num_sampled)
+    if isinstance(rule, TransformCoded):
+        scheme = rule.choose_for(sample, num_restores, _num_stored(values, rows), known)
+        if isinstance(scheme, Transformed):
+            return scheme  # which was compared with another scheme
+    else:
+        scheme = rule.choose(lambda: sample, num_restores)
     num_cols, itemsize = sample.shape[1], sample.dtype.itemsize
     exact_share = len(scheme.encode(sample).exact) / max(1, len(sample))
     row_bytes = scheme.row_bytes(num_cols, sample.dtype) + exact_share * exact_row_bytes(num_cols, itemsize)
@@ -134,6 +159,12 @@ def choose_scheme(
     if exact_share > 0:
         on_unsuitable(exact_share)
     return NoQuantization()
+
+
+def _num_stored(values: Tensor, rows: Sequence[SelectedRows] | Tensor | None) -> int:
+    if rows is None:
+        return len(values)
+    return len(rows) if isinstance(rows, Tensor) else sum(map(len, rows))
 
 
 class KernelWarmUps:
@@ -189,18 +220,19 @@ def _kind_of(tensor: Tensor) -> tuple[object, ...]:
 kernel_warm_ups = KernelWarmUps()
 
 
-def sampled_rows(values: Tensor, rows: RowMask | Tensor | None) -> Tensor:
+def sampled_rows(values: Tensor, rows: RowMask | Tensor | None, num_sampled: int = SAMPLE_ROWS) -> Tensor:
     """Return some of the rows to store, always the same ones.
 
     Args:
         values: [num_rows, ...], the shard.
         rows: The rows to store, as a mask or as numbers, int64 [k]; None for all.
+        num_sampled: The most rows to return.
 
     Returns:
-        [n, num_cols], where n is at most ``SAMPLE_ROWS``.
+        [n, num_cols], where n is at most ``num_sampled``.
     """
     num_cols = math.prod(values.shape[1:])
-    max_rows = min(SAMPLE_ROWS, max(1, BLOCK_BYTES // max(1, num_cols * values.element_size())))
+    max_rows = min(num_sampled, max(1, BLOCK_BYTES // max(1, num_cols * values.element_size())))
     row_numbers = _spread(len(rows) if isinstance(rows, Tensor) else len(values))
     if isinstance(rows, Tensor):
         row_numbers = rows.index_select(0, row_numbers[:max_rows].to(rows.device))
@@ -296,7 +328,7 @@ def join_blocks(blocks: Sequence[WrittenBlock], num_sources: int) -> tuple[Encod
 def _encoded(blocks: Sequence[Codes], num_sources: int) -> Sequence[EncodedShard]:
     codes_by_source = [[codes[index] for codes in blocks] for index in range(num_sources)]
     return [
-        EncodedShard(tuple(blob for blob, _ in shard_codes), sum(exact for _, exact in shard_codes))
+        EncodedShard(tuple(blob for blob, _ in shard_codes), tuple(exact for _, exact in shard_codes))
         for shard_codes in codes_by_source
     ]
 
@@ -326,6 +358,10 @@ def _write(packs: PackWriter, sources: Sequence[EncodingInput], number: int, row
 def _write_codes(packs: PackWriter, source: EncodingInput, number: int, rows: Tensor, heat: int) -> tuple[int, int]:
     """Write one blob: the codes of rows, then the exact rows. Return its number and the number of exact rows."""
     encoded, exact_values = _encode(source, rows) if source.codes is None else source.codes.encoded(rows)
+    if isinstance(source.scheme, Transformed):
+        data = packed(encoded.codes.view(torch.int16).numpy(), source.scheme.known)
+        data = with_exact_rows(data, encoded.exact.numpy(), _bytes(exact_values))
+        return packs.add(f"{source.name}/{number}", "uint8", data.shape, data, heat), len(encoded.exact)
     data = _bytes(encoded.codes)
     if len(encoded.exact) == 0:
         return _add(packs, source, number, data, "uint8", tuple(encoded.codes.shape), heat), 0

@@ -29,6 +29,7 @@ from torchrec_cnr.saving.decision import (
     refuse_missing_rows,
     refuse_unsharded_state,
     stored_whole,
+    transforms_of,
 )
 from torchrec_cnr.saving.plug_in_messages import (
     STAGED,
@@ -220,7 +221,12 @@ class PlannedSave(DefaultSavePlanner):
                 if not agree(key, since, [data[r] for r in ranks])
             }
             decision = replace(
-                decision, since=base.since, parent=base.parent.ref, history=base.history, whole=whole_keys
+                decision,
+                since=base.since,
+                parent=base.parent.ref,
+                history=base.history,
+                whole=whole_keys,
+                transforms=transforms_of(base.parent, store) if store is not None else {},
             )
         refuse_missing_rows(decision, ranks_of, data)
         metadata = SaveMetadata(metadata.state_dict_metadata, planner_data=metadata.planner_data, decision=decision)

@@ -19,13 +19,14 @@ from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import DTYPES, Place
 from torchrec_cnr.format.safe_pickle import check_loadable
 from torchrec_cnr.progress import Count, SavePhases
-from torchrec_cnr.quantization import SchemeRules
+from torchrec_cnr.quantization import SchemeRules, Transformed
+from torchrec_cnr.quantization.row_transform import RowTransform
 from torchrec_cnr.saving.commit import RANK_RECORD, RankRecord, ShardRecord
 from torchrec_cnr.saving.encoding import EncodingInput, choose_scheme
 from torchrec_cnr.saving.plug_in_messages import ShardData
 from torchrec_cnr.saving.row_blocks import Member
 from torchrec_cnr.saving.sinks import PackSink
-from torchrec_cnr.sharding import dtype_name, wait_for_devices
+from torchrec_cnr.sharding import ShardKey, dtype_name, shard_key, wait_for_devices
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class RankWriter:
         rules: The quantization rules.
         warned: FQNs that the user was warned of before; new ones are added.
         count: Counts the items that are written.
+        transforms: The transforms that were learned last, by shard; new ones are added.
     """
 
     def __init__(
@@ -55,9 +57,11 @@ class RankWriter:
         rules: SchemeRules,
         warned: set[str],
         count: Count,
+        transforms: dict[ShardKey, RowTransform],
     ) -> None:
         self._sink = sink
         self._count = count
+        self._transforms = transforms
         self._began = time.monotonic()
         self._warned = warned
         self._planner = planner
@@ -115,7 +119,13 @@ class RankWriter:
         else:
             values = data.values if data.values.dim() else data.values[None]
             tell = partial(self._tell_of_unsuitable_rows, fqn)
-            scheme = choose_scheme(self._rules, fqn, data.is_table, values, data.rows, data.num_restores, tell)
+            key = shard_key(item)
+            known = self._transforms.get(key)
+            if known is not None and not self._sink.older.keys() >= known.digests:
+                known = None  # no checkpoint that this one is based on has it
+            scheme = choose_scheme(self._rules, fqn, data.is_table, values, data.rows, data.num_restores, tell, known)
+            if isinstance(scheme, Transformed):
+                self._transforms[key] = scheme.known
         return EncodingInput(name, data.values, dtype, scheme, data.codes)
 
     def _write_object(self, item: WriteItem) -> None:

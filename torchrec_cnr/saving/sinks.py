@@ -8,20 +8,21 @@ other parts of a save call the destination's methods and do not know its kind.
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Protocol
 
+import numpy as np
 from torch.profiler import record_function
 
-from torchrec_cnr.format.blob_bytes import Bytes
+from torchrec_cnr.format.blob_bytes import Bytes, compressed
 from torchrec_cnr.format.boxes import Box
-from torchrec_cnr.format.manifest import CheckpointRef, Manifest, Pack, Place, Shard
+from torchrec_cnr.format.manifest import CheckpointRef, Manifest, Pack, Place, Shard, StoredTransform
 from torchrec_cnr.format.row_sets import Blob, RowSet
 from torchrec_cnr.policies import Policy, Since
-from torchrec_cnr.quantization import Scheme
-from torchrec_cnr.saving.decision import Decision
+from torchrec_cnr.quantization import NoQuantization, Scheme, Transformed
+from torchrec_cnr.saving.decision import Decision, StoredPart
 from torchrec_cnr.saving.encoding import EncodedRowSet, EncodedShard, EncodingInput, write_all_rows, write_rows
 from torchrec_cnr.saving.row_blocks import Member
 from torchrec_cnr.storage.fences import Fence
@@ -53,25 +54,51 @@ class Places:
         blobs: Blobs in files, by number.
         row_blobs: Blobs of rows of deltas, by number.
         num_packs: Number of data files that were written.
+        older: Transforms and bases in older data files, by their digests.
     """
 
     blobs: Sequence[Blob]
     row_blobs: Sequence[Blob]
     num_packs: int
+    older: Mapping[str, Blob]
 
 
 Part = tuple[RowSet | EncodedRowSet, Sequence[EncodedShard]]
 PlacedShards = Iterable[tuple[tuple[Shard, ...], int]]  # for each, its parts in a manifest and the number of exact rows
 
 
-def _located(kinds: Sequence[tuple[Place, Scheme]], parts: Sequence[Part], places: Places) -> PlacedShards:
+@dataclass(frozen=True)
+class _Kind:
+    """The place and scheme of a shard, and the numbers of the blobs of its transform and basis, if it has them.
+
+    What an older checkpoint has stored has no number; it is found by its digest.
+    """
+
+    place: Place
+    scheme: Scheme
+    transform: int | None = None
+    basis: int | None = None
+
+    def shard(self, rows: RowSet, encoded: EncodedShard, blobs: Sequence[Blob], places: Places) -> Shard:
+        """Return a part of the shard."""
+        codes = tuple(blobs[index] for index in encoded.blobs)
+        if not isinstance(self.scheme, Transformed):
+            return Shard(self.place.box, rows, codes, self.scheme, self.place.table_box)
+        if not codes:
+            return Shard(self.place.box, rows, codes, NoQuantization(), self.place.table_box)
+        blob = places.older[self.scheme.digest] if self.transform is None else places.blobs[self.transform]
+        basis = places.older.get(self.scheme.basis or "") if self.basis is None else places.blobs[self.basis]
+        transform = StoredTransform(blob, basis, encoded.exact_of_blobs)
+        return Shard(self.place.box, rows, codes, self.scheme, self.place.table_box, transform)
+
+
+def _located(kinds: Sequence[_Kind], parts: Sequence[Part], places: Places) -> PlacedShards:
     shards: list[list[Shard]] = [[] for _ in kinds]
     for rows, encoded in parts:
         blobs = places.row_blobs if isinstance(rows, EncodedRowSet) else places.blobs
         row_set = rows.located(blobs) if isinstance(rows, EncodedRowSet) else rows
-        for member_shards, (place, scheme), shard in zip(shards, kinds, encoded, strict=True):
-            codes = tuple(blobs[index] for index in shard.blobs)
-            member_shards.append(Shard(place.box, row_set, codes, scheme, place.table_box))
+        for member_shards, kind, shard in zip(shards, kinds, encoded, strict=True):
+            member_shards.append(kind.shard(row_set, shard, blobs, places))
     num_exact = [
         sum(shard.num_exact for shard in encoded) for encoded in zip(*(part for _, part in parts), strict=True)
     ]
@@ -105,10 +132,13 @@ class PackSink:
     Args:
         files: Writes data files to the store.
         row_packs: Writes the rows of deltas; the same object as ``files`` if they are stored in files, too.
+        older: Transforms and bases that older data files have, by their digests.
     """
 
-    def __init__(self, files: PackWriter, row_packs: PackWriter) -> None:
+    def __init__(self, files: PackWriter, row_packs: PackWriter, older: Mapping[str, StoredPart]) -> None:
         self._files = files
+        self.older = older
+        self._used: dict[str, StoredPart] = {}
         self._rows = row_packs
         self._writers = (files,) if row_packs is files else (files, row_packs)
         self._objects: list[int] = []
@@ -141,8 +171,35 @@ class PackSink:
                 parts = [
                     write_rows(self._rows, sources, selected_rows, heat) for heat, selected_rows in enumerate(rows)
                 ]
-        kinds = [(member.place, source.scheme) for member, source in zip(members, sources, strict=True)]
+        kinds = []
+        for index, (member, source) in enumerate(zip(members, sources, strict=True)):
+            has_rows = any(encoded[index].blobs for _, encoded in parts)
+            kinds.append(self._kind(member.place, source, has_rows))
         self._located.append(partial(_located, kinds, parts))
+
+    def _kind(self, place: Place, source: EncodingInput, has_rows: bool) -> _Kind:
+        """Write the transform of a shard and its basis, if it has them, unless an older checkpoint has them."""
+        scheme = source.scheme
+        if not isinstance(scheme, Transformed) or not has_rows:
+            return _Kind(place, scheme)
+        data = np.frombuffer(compressed(scheme.known.data), dtype=np.uint8)
+        transform = self._part(scheme.digest, f"{source.name}/transform", "uint8", data.shape, data)
+        basis = scheme.known.basis
+        if basis is None or scheme.basis is None:
+            return _Kind(place, scheme, transform)
+        values = np.frombuffer(basis.data, dtype=np.uint8)
+        shape = basis.components.shape
+        return _Kind(
+            place, scheme, transform, self._part(scheme.basis, f"{source.name}/basis", "float32", shape, values)
+        )
+
+    def _part(self, digest: str, name: str, dtype: str, shape: tuple[int, ...], data: Bytes) -> int | None:
+        """Write a part of a transform, and return the number of its blob; None if an older checkpoint has it."""
+        if digest in self.older:
+            self._used[digest] = self.older[digest]
+            return None
+        # In a file of its own, because it is used for longer than rows are.
+        return self._files.add(name, dtype, shape, data, age=1)
 
     def throttle(self, cpu_share: float, lifted: threading.Event) -> None:
         """Pause from now on so that encoding uses no more than this share of a core, until ``lifted`` is set."""
@@ -162,9 +219,13 @@ class PackSink:
             row_packs, row_blobs = self._rows.finish()
             row_blobs = tuple(replace(blob, pack=blob.pack + len(packs)) for blob in row_blobs)
             packs += row_packs
-        places = Places(blobs, row_blobs, len(packs))
+        older_packs = list(dict.fromkeys(part.pack for part in self._used.values()))
+        older = {
+            digest: part.blob.in_pack(len(packs) + older_packs.index(part.pack)) for digest, part in self._used.items()
+        }
+        places = Places(blobs, row_blobs, len(packs), older)
         return SinkRecords(
-            packs,
+            (*packs, *older_packs),
             tuple(blobs[index] for index in self._objects),
             tuple(itertools.chain.from_iterable(located(places) for located in self._located)),
             num_bytes=sum(pack.num_bytes for pack in packs),
@@ -248,7 +309,7 @@ FILES = RowDestination(None)
 
 def _file_sink(store: Store, settings: PackSettings, decision: Decision | None) -> PackSink:
     writer = settings.writer(store)
-    return PackSink(writer, writer)
+    return PackSink(writer, writer, {} if decision is None else decision.transforms)
 
 
 @dataclass(frozen=True)
@@ -272,4 +333,4 @@ def _topic_sink(store: Store, target: PackTarget, settings: PackSettings, decisi
     """Return a sink whose row files have a prefix of their own."""
     pack_bytes = min(settings.pack_bytes, _LOG_PACK_BYTES)
     rows = PackWriter(target, f"{settings.prefix}-rows", settings.thread_count, pack_bytes)
-    return PackSink(settings.writer(store), rows)
+    return PackSink(settings.writer(store), rows, {} if decision is None else decision.transforms)

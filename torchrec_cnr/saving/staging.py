@@ -32,7 +32,7 @@ from torchrec_cnr.format.manifest import DTYPES
 from torchrec_cnr.kernels.cpu.gather_rows import gather_rows
 from torchrec_cnr.policies import Since
 from torchrec_cnr.progress import SavePhases
-from torchrec_cnr.quantization import SchemeRules
+from torchrec_cnr.quantization import SchemeRules, TransformCoded
 from torchrec_cnr.quantization.scheme import DeviceScheme
 from torchrec_cnr.saving.cut import Cut, Cuts, StagedRows, TrackedItem
 from torchrec_cnr.saving.encoding import choose_scheme
@@ -211,6 +211,8 @@ def _scheme_of(shard_copy: ShardCopy, cut: Cut, rules: SchemeRules) -> DeviceSch
     is_table = source.dim() == 2 and source.stride(1) == 1 and math.prod(shard_copy.shape) > 0
     if item is None or not is_table or not is_quantized_first(source):
         return None
+    if isinstance(rules.rule_for(item.fqn, source.dtype, item.is_table), TransformCoded):
+        return None  # a transform is learned once, when rows are encoded on the host
     rows = shard_copy.numbers
     selected = [RowMask(rows.mask)] if isinstance(rows, DeviceRows) else rows
     scheme = choose_scheme(rules, item.fqn, item.is_table, source, selected, cut.num_restores)

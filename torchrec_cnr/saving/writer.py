@@ -50,6 +50,7 @@ from torchrec_cnr.lineage.latest import refuse_nesting
 from torchrec_cnr.policies import Since
 from torchrec_cnr.progress import Count, Progress, SavePhases
 from torchrec_cnr.quantization import NoQuantization, Quantization, SchemeRules
+from torchrec_cnr.quantization.row_transform import RowTransform
 from torchrec_cnr.saving.agreement import RankPlan, rank_plans
 from torchrec_cnr.saving.block_writer import CompactedTopic
 from torchrec_cnr.saving.commit import commit, file_of
@@ -63,7 +64,7 @@ from torchrec_cnr.saving.running_saves import asked_checkpoint_id, is_in_process
 from torchrec_cnr.saving.sinks import FILES, PackSettings, PlainTopic, RowDestination
 from torchrec_cnr.saving.staged_values import StagingBuffers
 from torchrec_cnr.saving.staging import STAGING_BYTES, StagingOptions, stage
-from torchrec_cnr.sharding import shard_key
+from torchrec_cnr.sharding import ShardKey, shard_key
 from torchrec_cnr.storage.fences import fence_of
 from torchrec_cnr.storage.leases import Lease
 from torchrec_cnr.storage.pack_writer import PACK_BYTES, check_pack_bytes, check_thread_count
@@ -159,6 +160,11 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         self._rules = SchemeRules.of(quantization if quantization is not None else NoQuantization())
         self._bandwidth = Bandwidth(max_bytes_per_sec)
         self._destination = destination_of(row_log)
+        if row_log is not None and row_log.block_bytes is not None and self._rules.has_transforms:
+            raise ConfigurationError(
+                "rows in a compacted Kafka topic cannot be transform-coded: pass another scheme as 'quantization', or "
+                "use a topic that is not compacted"
+            )
         self._staging = StagingOptions(self._rules, staging_bytes, timeout_secs, self._destination)
         self._buffers = StagingBuffers()
         self._path = self._opened(path)
@@ -166,6 +172,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         if row_log is not None:
             row_log.open(may_make=True)
         kernel_warm_ups.writer_made(self, self._rules)
+        self._transforms: dict[ShardKey, RowTransform] = {}  # that this process has learned
         self._warned: set[str] = set()  # FQNs whose rows are stored exactly, and patterns that match none
 
     def __repr__(self) -> str:
@@ -320,7 +327,8 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         staged_save, save.staged = save.staged, None  # frees the staged rows as soon as they are written
         is_behind_training = staged_save is not None and staged_save.cut is not None
         with closing(open_sink(settings, decision if isinstance(decision, Decision) else None)) as sink:
-            writer = RankWriter(sink, planner, self._rules, self._warned, Count(len(plan.items), self._progress))
+            count = Count(len(plan.items), self._progress)
+            writer = RankWriter(sink, planner, self._rules, self._warned, count, self._transforms)
             live_keys = staged_save.live if staged_save is not None else frozenset()
             if staged_save is not None and live_keys:
                 writer.write([item for item in plan.items if shard_key(item) in live_keys])

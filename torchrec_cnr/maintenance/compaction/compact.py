@@ -17,6 +17,7 @@ from torchrec_cnr.format.manifest import (
     Pack,
     Renumbering,
     Shard,
+    StoredTransform,
     TensorEntry,
     moved_block,
     replacement_name,
@@ -159,15 +160,27 @@ class _NewContents:
                 kept_pieces.setdefault(piece.shard, []).append(piece)
         for index, shard in enumerate(entry.shards):
             if index in kept_pieces:
-                rows = self._row_set(moved_block(piece.rows, self._place) for piece in kept_pieces[index])
-                yield replace(shard, rows=rows, blobs=tuple(self._place(piece.blob) for piece in kept_pieces[index]))
+                pieces = kept_pieces[index]
+                rows = self._row_set(moved_block(piece.rows, self._place) for piece in pieces)
+                transform = self._transform(shard, [piece.num_exact for piece in pieces])
+                blobs = tuple(self._place(piece.blob) for piece in pieces)
+                yield replace(shard, rows=rows, blobs=blobs, transform=transform)
             for new_shard in self._copied.shards[fqn]:
                 if new_shard.after == index:
                     yield self._new_shard(new_shard)
 
     def _new_shard(self, new_shard: NewShard) -> Shard:
-        rows = self._row_set(block.placed(self._new_place) for block, _ in new_shard.blocks)
-        return replace(new_shard.source, rows=rows, blobs=tuple(self._new_place(blob) for _, blob in new_shard.blocks))
+        rows = self._row_set(block.placed(self._new_place) for block, _, _ in new_shard.blocks)
+        transform = self._transform(new_shard.source, [num_exact for _, _, num_exact in new_shard.blocks])
+        blobs = tuple(self._new_place(blob) for _, blob, _ in new_shard.blocks)
+        return replace(new_shard.source, rows=rows, blobs=blobs, transform=transform)
+
+    def _transform(self, shard: Shard, num_exact: Sequence[int]) -> StoredTransform | None:
+        """Return the transform of some blobs of a shard, each with this number of exact rows."""
+        if shard.transform is None:
+            return None
+        basis = None if shard.transform.basis is None else self._place(shard.transform.basis)
+        return StoredTransform(self._place(shard.transform.blob), basis, tuple(num_exact))
 
     def _row_set(self, blocks: Iterable[RowBlock]) -> RowSet:
         """Return the row set of some blocks: the same object for shards that share all blocks."""

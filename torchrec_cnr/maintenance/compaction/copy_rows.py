@@ -26,7 +26,9 @@ from torchrec_cnr.format.row_sets import Blob, RowNumbers, UnplacedBlob, Unplace
 from torchrec_cnr.maintenance.compaction.live_rows import LiveRows, Piece, live_rows, pieces_of, windows
 from torchrec_cnr.maintenance.compaction.plan import CompactionPlan
 from torchrec_cnr.progress import Progress
-from torchrec_cnr.quantization import NoQuantization
+from torchrec_cnr.quantization import NoQuantization, Scheme, Transformed
+from torchrec_cnr.quantization.packed_rows import packed, unpacked_bytes
+from torchrec_cnr.reading.fold import known_scheme
 from torchrec_cnr.storage.pack_reader import PackReader
 from torchrec_cnr.storage.pack_writer import PackWriter
 
@@ -136,8 +138,10 @@ class CodedBlock:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def data(self, tail_bytes: int) -> Bytes:
+    def data(self, scheme: Scheme, tail_bytes: int) -> Bytes:
         """Return the bytes of the blob; byte-split, if that pays. ``tail_bytes`` is the size of each row's tail."""
+        if isinstance(scheme, Transformed):
+            return with_exact_rows(packed(self.codes.view(np.int16), scheme.known), self.exact, self.exact_values)
         divided = None if len(self.exact) else blob_bytes.split(self.codes, tail_bytes)
         if divided is not None:
             return divided
@@ -197,6 +201,7 @@ class NewShard:
 
     Attributes:
         source: One of the shards from which its rows are taken. All have the same region, table region and scheme.
+        scheme: This scheme, with its transform if it has one.
         kind: The heat and age of its rows.
         dtype: The dtype of the tensor.
         block_rows: The number of rows in a block.
@@ -204,10 +209,11 @@ class NewShard:
         after: The index of the last shard from which rows are taken. The new shard follows it.
         source_bytes: The bytes of the blobs from which rows are taken.
         waiting: The rows that do not fill a block yet.
-        blocks: The blocks that were written: their rows, and the blob of their codes.
+        blocks: The blocks that were written: their rows, the blob of their codes, and the number of exact rows.
     """
 
     source: Shard
+    scheme: Scheme
     kind: RowGroupKey
     dtype: str
     block_rows: int
@@ -215,7 +221,7 @@ class NewShard:
     after: int = 0
     source_bytes: int = 0
     waiting: list[CodedBlock] = field(default_factory=list)
-    blocks: list[tuple[UnplacedRowBlock, UnplacedBlob]] = field(default_factory=list)
+    blocks: list[tuple[UnplacedRowBlock, UnplacedBlob, int]] = field(default_factory=list)
 
     @property
     def box(self) -> Box:
@@ -273,7 +279,7 @@ class NewShard:
             part = parts_by_piece[id(piece)]
             block_positions = np.searchsorted(rows, part.rows)
             num_code_bytes = piece.rows.num_rows * row_bytes
-            data = blob_bytes.join(data, piece.rows.num_rows, row_bytes, self.tail_bytes, f"{self.where}: {piece.key}")
+            data = self._codes(data, piece.rows.num_rows, row_bytes, f"{self.where}: {piece.key}")
             _copy_rows(data[:num_code_bytes].reshape(-1, row_bytes), part.positions, codes, block_positions)
             own_positions, own_values = exact_rows(data[num_code_bytes:], num_cols, itemsize)
             if len(own_positions):
@@ -283,6 +289,12 @@ class NewShard:
         positions = np.concatenate(exact_positions)
         order = np.argsort(positions)
         return CodedBlock(rows, codes, positions[order], np.concatenate(values)[order])
+
+    def _codes(self, data: Bytes, num_rows: int, row_bytes: int, where: str) -> Bytes:
+        """Return the codes of a blob and its exact rows."""
+        if isinstance(self.scheme, Transformed):
+            return unpacked_bytes(data, num_rows, self.scheme.known, where)
+        return blob_bytes.join(data, num_rows, row_bytes, self.tail_bytes, where)
 
 
 @dataclass(frozen=True, eq=False)
@@ -325,6 +337,9 @@ class Copying:
                     blobs_by_key[piece.key] = (piece.blob, layout)
                 elif piece.rows.blob is not None and self._plan.stays(piece):
                     blobs_by_key[f"rows of {piece.key}"] = (piece.rows.blob, None)
+                transform = entry.shards[piece.shard].transform
+                for number, blob in enumerate(() if transform is None else transform.blobs):
+                    blobs_by_key[f"transform of {piece.key}: {number}"] = (blob, None)
         keys = {blob: key for key, (blob, _) in blobs_by_key.items() if blob.pack in self._plan.rewritten}
         copied = {}
         for key, data in self._reader.read((key, blob) for blob, key in keys.items()):
@@ -379,11 +394,21 @@ class Copying:
             key = piece.shard if is_partial else (shard.place, shard.scheme, kind)
             if key not in by_kind or by_kind[key].source_bytes + piece.blob.num_bytes > CACHE_BYTES:
                 block_rows = self._block_rows(entry, piece)
-                by_kind[key] = NewShard(shard, kind, entry.dtype, block_rows, self._where)
+                by_kind[key] = NewShard(shard, self._scheme(fqn, shard), kind, entry.dtype, block_rows, self._where)
             targets[piece.shard] = by_kind[key]
             targets[piece.shard].source_bytes += piece.blob.num_bytes
             targets[piece.shard].after = piece.shard
         return targets
+
+    def _scheme(self, fqn: str, shard: Shard) -> Scheme:
+        """Return the scheme of a shard, with its transform if it has one."""
+        if shard.transform is None or not isinstance(shard.scheme, Transformed):
+            return shard.scheme
+        key = f"transform of tensor '{fqn}' region {list(shard.box.offsets)}"
+        blobs = {f"{key}: {number}": blob for number, blob in enumerate(shard.transform.blobs)}
+        stored = {name: data.tobytes() for name, data in self._reader.read(blobs.items())}
+        in_order = [stored[name] for name in blobs]
+        return known_scheme(shard.scheme, in_order, shard.box.num_cols, f"{self._where}: {key}")
 
     def _block_rows(self, entry: TensorEntry, piece: Piece) -> int:
         """Return the number of rows in a block: the same for a table and its state, so that they share row numbers."""
@@ -394,9 +419,9 @@ class Copying:
         for block in blocks:
             name = f"{fqn}{list(shard.source.box.offsets)}/{len(shard.blocks)}"
             rows = self._packs.add_rows(shard.kind, f"{name}/rows", block.rows)
-            data = block.data(shard.tail_bytes)
+            data = block.data(shard.scheme, shard.tail_bytes)
             layout = _typed(shard.dtype, shard.source, len(block), data.nbytes)
-            shard.blocks.append((rows, self._packs.add(shard.kind, name, data, layout)))
+            shard.blocks.append((rows, self._packs.add(shard.kind, name, data, layout), len(block.exact)))
 
 
 def _typed(dtype: str, shard: Shard, num_rows: int, num_bytes: int) -> RowLayout | None:

@@ -111,6 +111,7 @@ class Piece:
         rows: The row numbers.
         blob: The codes of the rows.
         key: The name in messages, which is unique.
+        num_exact: For a shard with a transform, the number of exact rows; otherwise 0.
     """
 
     shard: int
@@ -118,6 +119,7 @@ class Piece:
     rows: RowBlock
     blob: Blob
     key: str
+    num_exact: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +142,14 @@ class LiveRows:
 def pieces_of(fqn: str, entry: TensorEntry) -> list[Piece]:
     """Return all blobs of a tensor, in the order in which they overwrite one another."""
     return [
-        Piece(index, shard.table_box or shard.box, rows, blob, f"{name_of(fqn, entry, index)} block {number}")
+        Piece(
+            index,
+            shard.table_box or shard.box,
+            rows,
+            blob,
+            f"{name_of(fqn, entry, index)} block {number}",
+            0 if shard.transform is None else shard.transform.num_exact[number],
+        )
         for index, shard in enumerate(entry.shards)
         if shard.blobs  # a shard without columns has none
         for number, (rows, blob) in enumerate(zip(shard.rows.blocks, shard.blobs, strict=True))
