@@ -5,4 +5,5 @@
 - ``error``: error of every scheme and width.
 - ``movement``: distances that rows move between checkpoints.
 - ``search``: error and speed of adaptive quantization.
+- ``transforms``: bytes of transform-coded checkpoints of trained tables.
 """
