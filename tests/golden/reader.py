@@ -1,7 +1,7 @@
 """A reader of checkpoints, written from docs/reference/format.md alone: the page is enough, the library follows it.
 
-It knows nothing of the library. It reads whole states into memory and refuses whatever the page tells it to refuse;
-numbers in comments are the page's sections.
+It knows nothing of the library, nor does ``transformed``, which it uses. It reads whole states into memory and refuses
+whatever the page tells it to refuse; numbers in comments are the page's sections.
 """
 
 import base64
@@ -19,6 +19,8 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 import zstandard
+
+from tests.golden import transformed
 
 Array = npt.NDArray[Any]
 
@@ -39,6 +41,7 @@ SCHEME_KEYS = {
     "asymmetric": ["name", "bits"],
     "adaptive_asymmetric": ["name", "bits", "search"],
     "kmeans": ["name", "bits"],
+    "transformed": ["name", "digest", "basis"],
 }
 DECIMAL = re.compile(r"-?[0-9]+\.[0-9]+|[1-9](\.[0-9]+)?e-[0-9]{2,}")
 # A bfloat16 is kept as its 16 bits.
@@ -225,6 +228,7 @@ class Shard:
     row_set: list[RowBlock]
     blobs: list[Blob]
     scheme: "Scheme"
+    transform: "StoredTransform | None" = None
 
     @property
     def box(self) -> Box:
@@ -237,6 +241,15 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class StoredTransform:
+    """The sixth item of a shard of transformed rows (4)."""
+
+    blob: Blob
+    basis: Blob | None
+    num_exact: list[int]
+
+
+@dataclass(frozen=True)
 class Scheme:
     """How rows of a dtype lie in a blob (6): ``bits`` of a code, or ``half``, the dtype of values in 16 bits."""
 
@@ -244,6 +257,8 @@ class Scheme:
     name: str
     bits: int = 0
     half: str = ""
+    digest: str = ""
+    basis: str | None = None
 
     @property
     def item_bytes(self) -> int:
@@ -334,6 +349,7 @@ class Manifest:
         self.num_restores = integer(value["restores"])
         integer(value["world_size"], low=1)
         self.blobs: list[Blob] = []
+        self.parts: set[Blob] = set()  # transforms and bases
         self.logs: list[LogRange | None] = []  # of each pack
         self.packs = [self._pack(pack) for pack in array(value["packs"])]
         check(len({pack[:2] for pack in self.packs}) == len(self.packs), "two packs of one name")
@@ -350,7 +366,6 @@ class Manifest:
             is_folded = self.replaces is not None and tensor.folded is not None
             check(self.parent is not None or tensor.is_whole or is_folded, "an incomplete baseline")
             self._check_table(tensor)
-        check(self.replaces is not None or all(pack[0] is None for pack in self.packs), "packs of another directory")
         self._check_packs()
         check(list(self.used) == list(range(len(self.row_sets))), "row sets unlike the shards'")
         check(len({tuple(row_set) for row_set in self.row_sets}) == len(self.row_sets), "a row set twice")
@@ -437,10 +452,24 @@ class Manifest:
         return tensor
 
     def _shard(self, value: Any, dtype: str) -> Shard:
-        box, table_box, row_set, blobs, scheme = array(value, 5)
+        check(len(array(value)) in (5, 6), "a shard of another length")
+        box, table_box, row_set, blobs, scheme, *more = value
         self.used.setdefault(integer(row_set, high=len(self.row_sets) - 1))
         codes = [self._blob(blob) for blob in array(blobs)]
-        return Shard(self._place(box, table_box), self.row_sets[row_set], codes, scheme_of(scheme, dtype))
+        found = scheme_of(scheme, dtype)
+        check(len(more) == (found.name == "transformed"), "a shard of another length")
+        transform = self._transform(more[0]) if more else None
+        return Shard(self._place(box, table_box), self.row_sets[row_set], codes, found, transform)
+
+    def _transform(self, value: Any) -> StoredTransform:
+        blob, basis, num_exact_rows = array(value, 3)
+        found = self._part(blob), None if basis is None else self._part(basis)
+        return StoredTransform(*found, [integer(number) for number in array(num_exact_rows)])
+
+    def _part(self, value: Any) -> Blob:
+        blob = self._blob(value, is_of_rows=True)  # several shards may have it
+        self.parts.add(blob)
+        return blob
 
     def _place(self, box: Any, table_box: Any) -> Place:
         return Place(self._box(box), None if table_box is None else self._box(table_box))
@@ -462,6 +491,13 @@ class Manifest:
         check(all(block.first + block.span <= box.rows for block in shard.row_set), "rows outside of the box")
         blocks = shard.row_set if box.cols else []
         check(len(shard.blobs) == len(blocks), "blobs without rows")
+        if shard.transform is not None:
+            check(len(shard.blobs) > 0 and len(shard.transform.num_exact) == len(blocks), "numbers of exact rows")
+            check(shard.transform.blob.num_bytes <= 77 + 16 * box.cols + 64, "a transform of another size")
+            check((shard.transform.basis is None) == (shard.scheme.basis is None), "a basis, or none")
+            for block, exact in zip(blocks, shard.transform.num_exact, strict=True):
+                check(exact <= block.members and block.members * box.cols <= 2**24, "too many rows")
+            return
         for blob, block in zip(shard.blobs, blocks, strict=True):
             if not is_split(shard.scheme, box.cols, block.members, blob.num_bytes):
                 num_exact(shard.scheme, box.cols, block.members, blob.num_bytes)
@@ -470,9 +506,12 @@ class Manifest:
         ends = [pack[3] for pack in self.packs]
         for blob in sorted(self.blobs, key=lambda blob: (blob.pack, blob.offset)):
             check(blob.offset >= ends[blob.pack], "an overlap in a pack")
-            check(self.replaces is not None or blob.offset == ends[blob.pack], "a hole in a pack")
+            is_own = self.replaces is None and self.packs[blob.pack][0] is None
+            check(not is_own or blob.offset == ends[blob.pack], "a hole in a pack")
+            check(is_own or self.replaces is not None or blob in self.parts, "rows in a pack of another directory")
             ends[blob.pack] = blob.offset + blob.num_bytes
-        check(self.replaces is not None or ends == [pack[2] for pack in self.packs], "a hole at the end of a pack")
+        for end, pack in zip(ends, self.packs, strict=True):
+            check(self.replaces is not None or pack[0] is not None or end == pack[2], "a hole at the end of a pack")
 
     def _check_table(self, tensor: Tensor) -> None:
         if tensor.table is None:
@@ -512,6 +551,10 @@ def scheme_of(value: Any, dtype: str) -> Scheme:
     check("bits" not in found or bits in (2, 3, 4, 8), "no number of bits")
     if "search" in found:
         check_search(found["search"])
+    if kind == "transformed":
+        for digest in (found["digest"], found["basis"]):
+            check(digest is None or DIGEST.fullmatch(string(digest)) is not None, "no digest")
+        return Scheme(dtype, kind, digest=string(found["digest"]), basis=found["basis"])
     return Scheme(dtype, kind, bits, half)
 
 
@@ -607,6 +650,26 @@ def decode_values(scheme: Scheme, cols: int, rows: int, data: bytes) -> Array:
     positions = np.frombuffer(data, "<u4", exact, rows * row_bytes)
     check(all(a < b for a, b in pairwise(positions)) and bool((positions < rows).all()), "positions of exact rows")
     values[positions] = np.frombuffer(data, np.uint8, offset=rows * row_bytes + 4 * exact).view(dtype).reshape(-1, cols)
+    return values
+
+
+def transformed_values(shard: Shard, checkpoint: "Checkpoint", rows: int, data: bytes, exact: int) -> Array:
+    """Transformed rows, [rows, cols]."""
+    scheme, cols, stored = shard.scheme, shard.box.cols, shard.transform
+    assert stored is not None
+    basis = None if stored.basis is None else checkpoint.bytes_of(stored.basis)
+    content = unframed(checkpoint.bytes_of(stored.blob), 77 + 16 * cols)
+    try:
+        transform = transformed.Transform.of(content, basis, scheme.digest, scheme.basis, cols)
+        numbers, place = transformed.decode(data, rows, cols, transform)
+    except transformed.Refused as error:
+        refuse(str(error))
+    values = from_float(transform.rows(numbers), scheme.dtype)
+    check(len(data) == place + exact * (4 + cols * scheme.item_bytes), "another number of exact rows")
+    positions = np.frombuffer(data, "<u4", exact, place)
+    check(all(a < b for a, b in pairwise(positions)) and bool((positions < rows).all()), "positions of exact rows")
+    dtype = np.dtype(DTYPES[scheme.dtype])
+    values[positions] = np.frombuffer(data, np.uint8, offset=place + 4 * exact).view(dtype).reshape(-1, cols)
     return values
 
 
@@ -799,7 +862,11 @@ def _fold(lineage: Sequence[Checkpoint], fqn: str) -> Array:
             for block, blob in zip(shard.row_set, shard.blobs, strict=False):  # no blobs without columns
                 rows = checkpoint.rows_of(block)
                 data = checkpoint.bytes_of(blob)
-                values = decode_values(shard.scheme, shard.box.cols, len(rows), data)
+                if shard.transform is None:
+                    values = decode_values(shard.scheme, shard.box.cols, len(rows), data)
+                else:
+                    exact = shard.transform.num_exact[shard.row_set.index(block)]
+                    values = transformed_values(shard, checkpoint, len(rows), data, exact)
                 box = shard.place.table_box or shard.box
                 if folded.ndim == 0:
                     folded[...], stored[...] = values[0, 0], True
