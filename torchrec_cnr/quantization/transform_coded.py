@@ -134,6 +134,8 @@ class TransformCoded:
     number of columns. If neither the basis nor the columns themselves take less space so, the shard is stored by
     ``error_of``.
 
+    The accuracy of models after restores from such checkpoints is not evaluated yet.
+
     Attributes:
         error_of: The scheme whose error is met: ``AdaptiveAsymmetric``, ``Asymmetric`` or ``Symmetric``.
 
