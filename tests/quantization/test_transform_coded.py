@@ -12,7 +12,7 @@ from torch import Tensor
 
 import torchrec_cnr as cnr
 from torchrec_cnr.quantization import Scheme, TransformCoded, Transformed
-from torchrec_cnr.quantization.packed_rows import STRIP_ROWS, packed, unpacked
+from torchrec_cnr.quantization.packed_rows import STRIP_ROWS, pack_rows, unpack_rows
 from torchrec_cnr.quantization.row_transform import Basis, RowTransform, learned, principal_components
 from torchrec_cnr.quantization.uniform import mean_error
 from torchrec_cnr.saving.encoding import sampled_rows
@@ -80,7 +80,7 @@ def size_and_error(scheme: Scheme, rows: Tensor) -> tuple[int, float]:
     exact_bytes = len(encoded.exact) * (4 + 4 * DIM)
     error = float((decoded - rows).double().norm(dim=1).mean())
     if isinstance(scheme, Transformed):
-        return len(packed(encoded.codes.view(torch.int16).numpy(), scheme.known)) + exact_bytes, error
+        return len(pack_rows(encoded.codes.view(torch.int16).numpy(), scheme.known)) + exact_bytes, error
     return len(encoded.codes) * scheme.row_bytes(DIM, rows.dtype) + exact_bytes, error
 
 
@@ -174,8 +174,8 @@ def test_blobs_come_back(num_rows: int, seed: int) -> None:
     """With whatever follows them."""
     transform = learned(few_directions().double().numpy(), 0.1, None)
     numbers = np.random.default_rng(seed).integers(-40, 40, (num_rows, DIM)).astype(np.int16)
-    data = np.concatenate([packed(numbers, transform), np.arange(5, dtype=np.uint8)])
-    found, rest = unpacked(data, num_rows, transform, "blob")
+    data = np.concatenate([pack_rows(numbers, transform), np.arange(5, dtype=np.uint8)])
+    found, rest = unpack_rows(data, num_rows, transform, "blob")
     assert (found == numbers).all()
     assert rest.tolist() == [0, 1, 2, 3, 4]
 
@@ -186,7 +186,7 @@ def test_strips_are_decoded_apart() -> None:
     scheme = TransformCoded().choose(lambda: rows[:2048], 0)
     assert isinstance(scheme, Transformed)
     numbers = scheme.encode(rows).codes.view(torch.int16).numpy()
-    found, rest = unpacked(packed(numbers, scheme.known), len(rows), scheme.known, "blob")
+    found, rest = unpack_rows(pack_rows(numbers, scheme.known), len(rows), scheme.known, "blob")
     assert (found == numbers).all()
     assert len(rest) == 0
 
@@ -197,13 +197,13 @@ def test_corrupt_blobs_are_refused_or_other_rows(data: st.DataObject) -> None:
     """Any change of bytes, or of their number, gives a typed error or other numbers, never a crash."""
     transform = learned(few_directions().double().numpy(), 0.1, None)
     numbers = _random().integers(-9, 9, (30, DIM)).astype(np.int16)
-    blob = packed(numbers, transform)
+    blob = pack_rows(numbers, transform)
     changed = blob.copy()
     for place in data.draw(st.lists(st.integers(0, len(blob) - 1), min_size=1, max_size=4, unique=True)):
         changed[place] ^= data.draw(st.integers(1, 255))
     changed = changed[: data.draw(st.integers(0, len(blob)))]
     with suppress(cnr.DamagedError):
-        found, rest = unpacked(changed, 30, transform, "blob")
+        found, rest = unpack_rows(changed, 30, transform, "blob")
         assert len(rest) or not (found == numbers).all()
 
 

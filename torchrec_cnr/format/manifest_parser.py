@@ -31,7 +31,7 @@ from torchrec_cnr.format.manifest import (
 )
 from torchrec_cnr.format.row_sets import MAX_ROWS_PER_MEMBER, Blob, RowBlock, RowSet
 from torchrec_cnr.quantization import Scheme, Transformed, scheme_from_json
-from torchrec_cnr.quantization.packed_rows import may_be_packed
+from torchrec_cnr.quantization.packed_rows import fits_packed_rows
 from torchrec_cnr.quantization.row_transform import basis_bytes, transform_bytes
 
 FORMAT = "torchrec_cnr"
@@ -296,7 +296,7 @@ class ManifestParser:
         blobs = zip(shard.rows.blocks, shard.blobs, transform.num_exact, strict=True)
         for number, (block, blob, num_exact) in enumerate(blobs):
             num_bytes = blob.num_bytes - num_exact * shard.exact_row_bytes(dtype)
-            if num_exact > block.num_rows or not may_be_packed(num_bytes, block.num_rows, num_cols):
+            if num_exact > block.num_rows or not fits_packed_rows(num_bytes, block.num_rows, num_cols):
                 self.fail(
                     f"{what}: block {number} has {blob.num_bytes} bytes, which cannot be {block.num_rows} transformed "
                     f"rows of {num_cols} columns, {num_exact} of them exact"

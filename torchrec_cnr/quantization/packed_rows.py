@@ -12,12 +12,11 @@ import numpy.typing as npt
 
 from torchrec_cnr.errors import DamagedError
 from torchrec_cnr.kernels import cpu
+from torchrec_cnr.kernels.cpu import Numbers
 from torchrec_cnr.kernels.cpu.compiling import in_parallel
 from torchrec_cnr.kernels.cpu.symbol_coder import NUM_STATES, most_words
-from torchrec_cnr.quantization.row_transform import Numbers, RowTransform
+from torchrec_cnr.quantization.row_transform import RowTransform
 from torchrec_cnr.quantization.symbol_tables import symbol_tables
-
-Bytes = npt.NDArray[np.uint8]
 
 STRIP_ROWS = 4096
 MAX_VALUES = 1 << 24  # of a packed blob; bounds the memory that a small file can demand
@@ -34,7 +33,7 @@ def least_bytes(num_rows: int) -> int:
     return num_strips(num_rows) * _STRIP.itemsize
 
 
-def may_be_packed(num_bytes: int, num_rows: int, num_cols: int) -> bool:
+def fits_packed_rows(num_bytes: int, num_rows: int, num_cols: int) -> bool:
     """Return whether a blob of this size, without exact rows, may be of this many packed rows."""
     least = least_bytes(num_rows)
     is_bounded = num_cols > 0 and num_rows * num_cols <= MAX_VALUES
@@ -42,7 +41,7 @@ def may_be_packed(num_bytes: int, num_rows: int, num_cols: int) -> bool:
     return is_bounded and least <= num_bytes <= most and num_bytes % 2 == 0
 
 
-def packed(numbers: Numbers, transform: RowTransform) -> Bytes:
+def pack_rows(numbers: Numbers, transform: RowTransform) -> npt.NDArray[np.uint8]:
     """Return the bytes of rows of numbers, int16 [n, num_cols], without exact rows."""
     bounds = _bounds(len(numbers))
     strips = np.empty(len(bounds), _STRIP)
@@ -64,7 +63,9 @@ def packed(numbers: Numbers, transform: RowTransform) -> Bytes:
     return np.concatenate([strips.view(np.uint8), *(each.astype("<u2", copy=False).view(np.uint8) for each in words)])
 
 
-def unpacked(data: Bytes, num_rows: int, transform: RowTransform, where: str) -> tuple[Numbers, Bytes]:
+def unpack_rows(
+    data: npt.NDArray[np.uint8], num_rows: int, transform: RowTransform, where: str
+) -> tuple[Numbers, npt.NDArray[np.uint8]]:
     """Return the numbers of a blob, int16 [num_rows, num_cols], and the bytes after them.
 
     Args:
@@ -104,9 +105,11 @@ def unpacked(data: Bytes, num_rows: int, transform: RowTransform, where: str) ->
     return numbers, data[ends[-1] :]
 
 
-def unpacked_bytes(data: Bytes, num_rows: int, transform: RowTransform, where: str) -> Bytes:
-    """Return the numbers of a blob as bytes, and after them its exact rows; see :func:`unpacked`."""
-    numbers, rest = unpacked(data, num_rows, transform, where)
+def unpack_bytes(
+    data: npt.NDArray[np.uint8], num_rows: int, transform: RowTransform, where: str
+) -> npt.NDArray[np.uint8]:
+    """Return the numbers of a blob as bytes, and after them its exact rows; see :func:`unpack_rows`."""
+    numbers, rest = unpack_rows(data, num_rows, transform, where)
     flat = numbers.reshape(-1).view(np.uint8)
     return np.concatenate((flat, rest)) if len(rest) else flat
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_cnr.errors import DamagedError
+from torchrec_cnr.kernels.cpu import Floats, Numbers
 from torchrec_cnr.kernels.cpu.symbol_coder import ESCAPE, NUM_CLASSES, SCALE_BITS, ZERO_DIGIT, SymbolTables
 from torchrec_cnr.quantization.symbol_tables import NUM_SPREADS, NUM_TABLES, class_tables, spreads, symbol_tables
 
@@ -25,9 +26,6 @@ _PRIOR_ROWS = 16  # how many rows the spread that is expected of a class counts 
 _NEAR_SPREADS = 3  # how many tables on either side of the expected one are tried
 _SEARCH_ROUNDS = 24
 _MARGIN = 0.985  # of the mean error that is asked, so that rows outside of the sample meet it, and those of later saves
-
-Floats = npt.NDArray[np.float64]
-Numbers = npt.NDArray[np.int16]
 
 
 @dataclass(frozen=True, eq=False)

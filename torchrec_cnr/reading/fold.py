@@ -24,7 +24,7 @@ from torchrec_cnr.format.coverage import Coverage
 from torchrec_cnr.format.manifest import DTYPES
 from torchrec_cnr.progress import Count, Progress
 from torchrec_cnr.quantization import Scheme, Transformed
-from torchrec_cnr.quantization.packed_rows import unpacked_bytes
+from torchrec_cnr.quantization.packed_rows import unpack_bytes
 from torchrec_cnr.quantization.row_transform import transform_bytes
 from torchrec_cnr.reading.blocks import Block, BlockRowNumbers, PlacedRows, parse_block
 from torchrec_cnr.reading.plan import BlobRead, CheckpointReads
@@ -120,7 +120,7 @@ class CheckpointRows:
         read, scheme = self.plan.reads[key], self._scheme(key)
         num_cols, dtype = read.shard.box.num_cols, DTYPES[read.entry.dtype]
         if isinstance(scheme, Transformed):
-            return unpacked_bytes(data, read.rows.num_rows, scheme.known, self._where(key))
+            return unpack_bytes(data, read.rows.num_rows, scheme.known, self._where(key))
         row_bytes = read.shard.scheme.row_bytes(num_cols, dtype)
         tail_bytes = read.shard.scheme.tail_bytes(num_cols, dtype)
         return join(data, read.rows.num_rows, row_bytes, tail_bytes, self._where(key))

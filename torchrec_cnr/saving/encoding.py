@@ -30,7 +30,7 @@ from torchrec_cnr.quantization import (
     fused_bits,
     warm_up,
 )
-from torchrec_cnr.quantization.packed_rows import packed
+from torchrec_cnr.quantization.packed_rows import pack_rows
 from torchrec_cnr.quantization.row_transform import RowTransform
 from torchrec_cnr.saving.staged_values import StagedCodes, is_quantized_first
 from torchrec_cnr.storage.pack_writer import BLOCK_BYTES, PackWriter
@@ -359,7 +359,7 @@ def _write_codes(packs: PackWriter, source: EncodingInput, number: int, rows: Te
     """Write one blob: the codes of rows, then the exact rows. Return its number and the number of exact rows."""
     encoded, exact_values = _encode(source, rows) if source.codes is None else source.codes.encoded(rows)
     if isinstance(source.scheme, Transformed):
-        data = packed(encoded.codes.view(torch.int16).numpy(), source.scheme.known)
+        data = pack_rows(encoded.codes.view(torch.int16).numpy(), source.scheme.known)
         data = with_exact_rows(data, encoded.exact.numpy(), _bytes(exact_values))
         return packs.add(f"{source.name}/{number}", "uint8", data.shape, data, heat), len(encoded.exact)
     data = _bytes(encoded.codes)

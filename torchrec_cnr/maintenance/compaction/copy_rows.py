@@ -27,7 +27,7 @@ from torchrec_cnr.maintenance.compaction.live_rows import LiveRows, Piece, live_
 from torchrec_cnr.maintenance.compaction.plan import CompactionPlan
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.quantization import NoQuantization, Scheme, Transformed
-from torchrec_cnr.quantization.packed_rows import packed, unpacked_bytes
+from torchrec_cnr.quantization.packed_rows import pack_rows, unpack_bytes
 from torchrec_cnr.reading.fold import known_scheme
 from torchrec_cnr.storage.pack_reader import PackReader
 from torchrec_cnr.storage.pack_writer import PackWriter
@@ -141,7 +141,7 @@ class CodedBlock:
     def data(self, scheme: Scheme, tail_bytes: int) -> Bytes:
         """Return the bytes of the blob; byte-split, if that pays. ``tail_bytes`` is the size of each row's tail."""
         if isinstance(scheme, Transformed):
-            return with_exact_rows(packed(self.codes.view(np.int16), scheme.known), self.exact, self.exact_values)
+            return with_exact_rows(pack_rows(self.codes.view(np.int16), scheme.known), self.exact, self.exact_values)
         divided = None if len(self.exact) else blob_bytes.split(self.codes, tail_bytes)
         if divided is not None:
             return divided
@@ -293,7 +293,7 @@ class NewShard:
     def _codes(self, data: Bytes, num_rows: int, row_bytes: int, where: str) -> Bytes:
         """Return the codes of a blob and its exact rows."""
         if isinstance(self.scheme, Transformed):
-            return unpacked_bytes(data, num_rows, self.scheme.known, where)
+            return unpack_bytes(data, num_rows, self.scheme.known, where)
         return blob_bytes.join(data, num_rows, row_bytes, self.tail_bytes, where)
 
 
