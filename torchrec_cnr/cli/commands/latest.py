@@ -20,7 +20,8 @@ def latest(
 ) -> None:
     """Print the path of the newest committed checkpoint.
 
-    The exit status is 1 if there is none.
+    The exit status is 1 if there is none. Only manifests are read: `cnr verify` says whether the checkpoint can be
+    restored.
 
     Examples:
 
