@@ -40,7 +40,7 @@ from torchrec_cnr.tracking.tracked_tables import TrackedRows, trackers
 logger = logging.getLogger(__name__)
 
 SAMPLE_ROWS = 512  # of a shard; enough that the errors of different schemes differ by more than chance
-_LEARNING_ROWS = 2048  # of a shard whose transform is learned: with fewer, frequencies of components are too uncertain
+LEARNING_ROWS = 2048  # of a shard whose transform is learned: with fewer, frequencies of components are too uncertain
 
 _ALIGNED_BYTES = 16  # Triton compiles one kernel for addresses that are multiples of it, and another for the rest
 _GOLDEN_RATIO = (5**0.5 - 1) / 2
@@ -143,7 +143,7 @@ def choose_scheme(
     rule = rules.rule_for(fqn, values.dtype, is_table)
     if isinstance(rule, NoQuantization) or values.numel() == 0:
         return NoQuantization()
-    num_sampled = _LEARNING_ROWS if isinstance(rule, TransformCoded) else SAMPLE_ROWS
+    num_sampled = LEARNING_ROWS if isinstance(rule, TransformCoded) else SAMPLE_ROWS
     sample = sampled_rows(values, rows if isinstance(rows, Tensor) else _mask_of(rows), num_sampled)
     if isinstance(rule, TransformCoded):
         scheme = rule.choose_for(sample, num_restores, _num_stored(values, rows), known)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from benchmarks.support.data.click_model import ClickModel, labels
 from benchmarks.support.data.clicks import Batch
-from torchrec_cnr.quantization import Quantization
-from torchrec_cnr.saving.encoding import sampled_rows
+from torchrec_cnr.quantization import Quantization, TransformCoded
+from torchrec_cnr.saving.encoding import LEARNING_ROWS, SAMPLE_ROWS, sampled_rows
 
 Decode = Callable[[Tensor, Tensor], Tensor]  # from a table and row numbers, int64 [n], to their values, [n, dim]
 
@@ -90,7 +90,8 @@ def decoded_rows(table: Tensor, rows: Tensor, rule: Quantization) -> Tensor:
     Returns:
         The decoded rows, float32 [n, dim].
     """
-    scheme = rule.choose(lambda: sampled_rows(table, rows), 0)
+    num_sampled = LEARNING_ROWS if isinstance(rule, TransformCoded) else SAMPLE_ROWS  # as a save does
+    scheme = rule.choose(lambda: sampled_rows(table, rows, num_sampled), 0)
     encoded = scheme.encode(table, rows)
     decoded = scheme.decode(encoded.codes, table.shape[1], table.dtype)
     decoded[encoded.exact] = table[rows[encoded.exact]]
