@@ -56,7 +56,8 @@ class Run:
 
     def change(self, rows: Tensor, seed: int) -> None:
         """Overwrite rows, with others like them."""
-        self.table[rows] = few_directions(len(rows), seed).to(self.table.dtype)
+        rows = rows.to(self.table.device)
+        self.table[rows] = few_directions(len(rows), seed).to(self.table)
         self.tracker.mark("users", rows)
 
     def save(self) -> cnr.Checkpoint:
@@ -69,9 +70,9 @@ class Run:
 
 
 @contextmanager
-def running(root: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Iterator[Run]:
+def running(root: Path, dtype: torch.dtype = torch.float32, device: str = "cpu", **options: Any) -> Iterator[Run]:
     """A run with a table of few directions."""
-    model = nn.ModuleDict({"users": nn.EmbeddingBag(NUM_ROWS, DIM, sparse=True, dtype=dtype)})
+    model = nn.ModuleDict({"users": nn.EmbeddingBag(NUM_ROWS, DIM, sparse=True, dtype=dtype, device=device)})
     with torch.no_grad():
         model.get_parameter("users.weight").copy_(few_directions(NUM_ROWS))
     tracker = cnr.RowTracker(model)
@@ -97,6 +98,7 @@ def _basis_directory(checkpoint: cnr.Checkpoint) -> str | None:
 
 def assert_near(path: Path, table: Tensor) -> None:
     """Rows are about as near as those of 4 bits, and not the very rows."""
+    table = table.cpu()
     loaded = cnr.load_table(path, FQN)
     other = cnr.AdaptiveAsymmetric(4).choose(lambda: table[::2], 0)
     wanted = (other.decode(other.encode(table).codes, DIM, table.dtype) - table).double().norm(dim=1).mean()
@@ -104,12 +106,13 @@ def assert_near(path: Path, table: Tensor) -> None:
     assert 0.5 * wanted < error < 1.1 * wanted
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_deltas_load_and_take_fewer_bytes(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_deltas_load_and_take_fewer_bytes(tmp_path: Path, dtype: torch.dtype, device: str) -> None:
     """Each checkpoint loads with the rows that it and its chain have; the bytes are far below those of 4 bits."""
     sizes: dict[str, list[int]] = {}
     for name, rule in (("transformed", RULE), ("4 bits", RULE.error_of)):
-        with running(tmp_path / name, dtype, quantization=rule) as run:
+        with running(tmp_path / name, dtype, device, quantization=rule) as run:
             for number in range(3):
                 if number:
                     run.change(torch.arange(number, NUM_ROWS, 5), number)
