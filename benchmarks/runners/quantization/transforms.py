@@ -13,6 +13,7 @@ from typing import get_args
 
 import fsspec
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -34,7 +35,7 @@ from torchrec_cnr.tracking.tracked_tables import TrackedRows, TrackedShard
 
 SAVED_TABLES = ("readers", "articles")
 _PACK_BYTES = 1 << 20  # small, so that a compaction can keep most files of small tables
-NUM_CLICKS, NUM_QUICK_CLICKS = 2_988_181, 12 * BATCH_CLICKS  # all of the real ones
+NUM_CLICKS, NUM_QUICK_CLICKS, NUM_ALL_CLICKS = 1_000_000, 12 * BATCH_CLICKS, 2_988_181  # all of the real ones
 NUM_CHECKPOINTS, NUM_QUICK_CHECKPOINTS = 100, 4
 SCHEMES: Mapping[str, Quantization] = {
     "4 bits": cnr.AdaptiveAsymmetric(4),
@@ -130,8 +131,9 @@ class _Run:
         fsspec.filesystem("memory").rm(self._root, recursive=True)
 
     def _stored(self) -> int:
-        files = fsspec.filesystem("memory")
-        return int(files.du(self._root)) if files.exists(self._root) else 0
+        files = MemoryFileSystem.store  # `du` looks through all files for each file
+        folder = self._root.removeprefix("memory:/") + "/"
+        return sum(file.size for path, file in files.items() if path.startswith(folder))
 
 
 @dataclass
@@ -145,7 +147,7 @@ class _Result:
 
 def run(setup: Setup) -> Report:
     """Train each model, and save checkpoints of its tables by each scheme and policy."""
-    clicks = read_clicks(NUM_QUICK_CLICKS if setup.quick else NUM_CLICKS)
+    clicks = read_clicks(NUM_QUICK_CLICKS if setup.quick else NUM_ALL_CLICKS if setup.all_cases else NUM_CLICKS)
     num_checkpoints = NUM_QUICK_CHECKPOINTS if setup.quick else NUM_CHECKPOINTS
     results: dict[Head, _Result] = {}
     for head in get_args(Head):
