@@ -134,7 +134,7 @@ class TransformCoded:
     number of columns. If neither the basis nor the columns themselves take less space so, the shard is stored by
     ``error_of``.
 
-    The accuracy of models after restores from such checkpoints is not evaluated yet.
+    docs/concepts/quantization.md says what was measured of accuracy after restores.
 
     Attributes:
         error_of: The scheme whose error is met: ``AdaptiveAsymmetric``, ``Asymmetric`` or ``Symmetric``.
