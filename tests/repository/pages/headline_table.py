@@ -61,7 +61,8 @@ def table(content: Mapping[str, Any]) -> str:
         f"Training waits {waits} for plain DCP's synchronous `dcp.save`, which is less than for its asynchronous one.",
         f"Measured on {title[0]};",
         f"{title[2]}; {content['machine']['machine']}.",
-        "No file is forced to disk (`sync_files=False`); a manager always forces them, and takes the disk's time. Values",
+        "No file is forced to disk (`sync_files=False`); a manager always forces them, and takes the disk's time. "
+        "Values",
         "are medians; where quartiles differ by over 2 ×,",
         "they are given, too. Parentheses give the factor relative to plain DCP, unless the quartiles overlap.",
         "Command: `python -m benchmarks headline`.",
