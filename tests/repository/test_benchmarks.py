@@ -49,6 +49,7 @@ SLOW = (
     "cost",
     "integrity",
     "training",
+    "transform-accuracy",
     "search",
     "coding",
     "time",

@@ -83,15 +83,16 @@ def _report(runs: Runs, sizes: _Sizes) -> Report:
                 lines.append((head, name, f"{num}", *map(_text, changes), f"{error:.4f}"))
             for what in ("log_loss", "loss_while_training"):
                 between = _change(transformed, uniform, what)
-                label = f"{head}, {num} restores: {what.replace('_', ' ')}, transformed against 4 bits"
-                figures.append(Figure(label, between.mean, "%", between.low, between.high))
+                label = f"{head}, {num} restores: {what.replace('_', ' ')}, transformed to 4 bits"
+                mean, low, high = (1 + percents / 100 for percents in (between.mean, between.low, between.high))
+                figures.append(Figure(label, mean, "×", low, high))
     columns = ("model", "rule", "restores", "log loss", "loss while training", "AUC", "squared errors")
     return Report(
         title=f"accuracy after restores, {sizes.num_clicks:,} {trained_on()}, tables of {DIM} columns",
         notes=(
             f"Changes in per cent of the bit-exact run of the same seed: mean of {sizes.num_seeds} seeds ± half of the",
             f"{CONFIDENCE:.0%} interval (Student's t). Figures compare both rules seed by seed, with that interval:",
-            "below zero, transformed rows cost less. Squared errors: of all restores, of the tables' squared values.",
+            "below 1, transformed rows cost less. Squared errors: of all restores, of the tables' squared values.",
         ),
         figures=tuple(figures),
         tables=(Table(columns, tuple(lines)),),
