@@ -1,9 +1,11 @@
 """Transform-coded rows: never larger nor worse than the scheme whose error they meet, each row within its bound."""
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,11 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import torchrec_cnr as cnr
-from torchrec_cnr.quantization import Scheme, TransformCoded, Transformed
+from torchrec_cnr.format.blob_bytes import split
+from torchrec_cnr.quantization import NoQuantization, Scheme, SchemeRules, TransformCoded, Transformed
+from torchrec_cnr.quantization.learned_transform import MAX_ZONE, ErrorLimit, learned, principal_components
 from torchrec_cnr.quantization.packed_rows import STRIP_ROWS, pack_rows, unpack_rows
-from torchrec_cnr.quantization.row_transform import Basis, RowTransform, learned, principal_components
-from torchrec_cnr.quantization.uniform import mean_error
-from torchrec_cnr.saving.encoding import sampled_rows
+from torchrec_cnr.quantization.row_transform import Basis, RowTransform
+from torchrec_cnr.quantization.uniform import mean_error, row_errors
+from torchrec_cnr.saving.encoding import choose_scheme
 
 RULES = [
     TransformCoded(),
@@ -57,6 +61,23 @@ def _two_clusters() -> Tensor:
     return centers[torch.arange(NUM_ROWS) % 2] + 1e-4 * torch.randn(NUM_ROWS, DIM, generator=random)
 
 
+def _large_first_row(factor: float) -> Callable[[], Tensor]:
+    def rows() -> Tensor:
+        table = torch.randn(NUM_ROWS, DIM, generator=torch.Generator().manual_seed(1))
+        table[0] *= factor
+        return table
+
+    return rows
+
+
+def _large_coded_rows() -> Tensor:
+    """Rows that a transform must store exactly, and uniform codes need not."""
+    rows = few_directions()
+    chosen = torch.arange(NUM_ROWS) % 50 == 7
+    rows[chosen] = 1e5 * torch.randint(0, 2, (int(chosen.sum()), DIM), generator=torch.Generator().manual_seed(1))
+    return rows
+
+
 ROWS: Mapping[str, Callable[[], Tensor]] = {
     "few directions": few_directions,
     "gaussian": lambda: torch.randn(NUM_ROWS, DIM, generator=torch.Generator().manual_seed(1)),
@@ -66,22 +87,46 @@ ROWS: Mapping[str, Callable[[], Tensor]] = {
     "zeros": lambda: torch.zeros(NUM_ROWS, DIM),
     "huge component": _huge_component,
     "huge row": _huge_row,
+    "large first row": _large_first_row(1e3),
+    "very large first row": _large_first_row(3e4),
+    "large coded rows": _large_coded_rows,
+    "norms over four decades": lambda: few_directions() * torch.logspace(-4, 0, NUM_ROWS)[:, None],
+    "half of the rows small": lambda: (
+        few_directions() * torch.where(torch.arange(NUM_ROWS) % 2 == 0, 1.0, 1e-3)[:, None]
+    ),
     "two clusters": _two_clusters,
     "tiny": lambda: few_directions() * 1e-30,
+    "tinier": lambda: few_directions() * 1e-38,
     "large": lambda: few_directions() * 1e4,
+    "one row": lambda: few_directions(1),
+    "few rows": lambda: few_directions(30),
 }
+
+
+def limit_of(rows: npt.NDArray[np.float64], mean_error: float) -> ErrorLimit:
+    """A limit of the mean error, in which all rows count alike."""
+    return ErrorLimit.of(rows, np.full(len(rows), mean_error), math.inf)
+
+
+def sample_and_limit(mean_error: float) -> tuple[npt.NDArray[np.float64], ErrorLimit]:
+    rows = few_directions().double().numpy()
+    return rows, limit_of(rows, mean_error)
 
 
 def size_and_error(scheme: Scheme, rows: Tensor) -> tuple[int, float]:
     """Bytes of the rows in a data file, and the mean l2 norm of their errors, exact rows among them."""
     encoded = scheme.encode(rows)
-    decoded = scheme.decode(encoded.codes, DIM, rows.dtype)
-    decoded[encoded.exact] = rows[encoded.exact]
     exact_bytes = len(encoded.exact) * (4 + 4 * DIM)
-    error = float((decoded - rows).double().norm(dim=1).mean())
+    error = float(row_errors(scheme, rows)[0].mean())
     if isinstance(scheme, Transformed):
         return len(pack_rows(encoded.codes.view(torch.int16).numpy(), scheme.known)) + exact_bytes, error
-    return len(encoded.codes) * scheme.row_bytes(DIM, rows.dtype) + exact_bytes, error
+    divided = split(encoded.codes.numpy(), scheme.tail_bytes(DIM, rows.dtype)) if scheme.row_bytes else None
+    return (encoded.codes.numel() if divided is None else len(divided)) + exact_bytes, error
+
+
+def chosen_by_a_save(rule: cnr.Quantization, rows: Tensor, known: RowTransform | None = None) -> Scheme:
+    """The scheme that a save of a table with these rows chooses."""
+    return choose_scheme(SchemeRules.of(rule), "table", True, rows, None, 0, known=known)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
@@ -89,15 +134,24 @@ def size_and_error(scheme: Scheme, rows: Tensor) -> tuple[int, float]:
 def test_it_is_never_larger_nor_worse(kind: str, rule: TransformCoded) -> None:
     """Than the scheme that it is measured by, of which 2 % of error are left to chance: a sample chose the step."""
     rows = ROWS[kind]()
-    sample = sampled_rows(rows, None, 2048)
-    other = rule.error_of.choose(lambda: sample, 0)
-    chosen = rule.choose_for(sample, 0, len(rows), None)
+    other, chosen = chosen_by_a_save(rule.error_of, rows), chosen_by_a_save(rule, rows)
     other_size, other_error = size_and_error(other, rows)
     size, error = size_and_error(chosen, rows)
-    basis_size = 4 * DIM * DIM if isinstance(chosen, Transformed) and chosen.basis else 0
-    assert size + basis_size <= other_size
+    if isinstance(chosen, Transformed):
+        size += len(chosen.known.data) + (len(chosen.known.basis.data) if chosen.known.basis else 0)
+    assert size <= other_size
     assert error <= 1.02 * other_error + 1e-12
-    assert isinstance(chosen, Transformed) or kind not in ("few directions", "gaussian")
+    norms = rows.double().norm(dim=1).clamp(min=1e-300)
+    assert float((row_errors(chosen, rows)[0] / norms).mean()) <= 2.1 * float(
+        (row_errors(other, rows)[0] / norms).mean()
+    )
+    assert isinstance(chosen, Transformed) or kind not in ("few directions", "gaussian", "huge row")
+
+
+def test_rows_that_are_stored_exactly_stay_exact() -> None:
+    """If codes of the other scheme are as large as the values, neither loses anything."""
+    rows = few_directions()[:, :2].half()
+    assert chosen_by_a_save(TransformCoded(cnr.Asymmetric(8)), rows) == NoQuantization()
 
 
 def test_few_directions_take_few_bits() -> None:
@@ -110,16 +164,17 @@ def test_few_directions_take_few_bits() -> None:
 @given(scale=st.floats(-12, 12), seed=st.integers(0, 2**32), has_basis=st.booleans(), step=st.floats(-3, 0))
 @settings(deadline=None)
 def test_each_row_keeps_its_bound(scale: float, seed: int, has_basis: bool, step: float) -> None:
-    """Half a step times the root of the number of columns, for rows that the sample did not have; or it is exact."""
+    """0.85 steps times the root of the number of columns, for rows that the sample did not have; or it is exact."""
     sample, rows = few_directions(200, 0).double().numpy(), few_directions(300, seed) * 10.0**scale
     basis = principal_components(sample) if has_basis else None
-    transform = learned(sample, float(np.linalg.norm(sample, axis=1).mean()) * 10.0**step, basis)
+    transform = learned(sample, limit_of(sample, float(np.linalg.norm(sample, axis=1).mean()) * 10.0**step), basis)
     scheme = Transformed.by(transform)
     encoded = scheme.encode(rows)
     decoded = scheme.decode(encoded.codes, DIM, torch.float32)
     errors = (decoded - rows).double().norm(dim=1)
     errors[encoded.exact] = 0.0
-    assert bool((errors <= transform.step / 2 * DIM**0.5 + 1e-6 * rows.double().norm(dim=1)).all())
+    bound = (0.5 + MAX_ZONE) * transform.step * DIM**0.5
+    assert bool((errors <= bound + 1e-6 * rows.double().norm(dim=1)).all())
     assert bool((rows[encoded.exact].abs().sum(1) > 30_000 * transform.step).all())
 
 
@@ -149,35 +204,100 @@ def test_columns_and_positions_are_those_asked_for() -> None:
 
 def test_a_known_transform_is_kept_until_rows_drift() -> None:
     """Another step if the error is too large; after a tenth more bits, a new basis that is worth its bytes."""
-    rule, rows = TransformCoded(), few_directions()
-    first = rule.choose_for(rows, 0, 100_000, None)
+    rule = TransformCoded()
+    first = chosen_by_a_save(rule, few_directions(50_000))
     assert isinstance(first, Transformed)
     known = first.known
-    again = rule.choose_for(few_directions(seed=1), 0, 100_000, known)
+    again = chosen_by_a_save(rule, few_directions(50_000, seed=1), known)
     assert isinstance(again, Transformed)
     assert again.digest == first.digest
-    smaller = rule.choose_for(few_directions(seed=1) * 0.7, 0, 100_000, known)
+    smaller = chosen_by_a_save(rule, few_directions(50_000, seed=1) * 0.7, known)
     assert isinstance(smaller, Transformed)
     assert smaller.digest != first.digest  # with the old step, the error would be too large
     assert smaller.basis == first.basis
-    turned = few_directions(seed=1).flip(1)
-    drifted = rule.choose_for(turned, 0, 100_000, known)
+    turned = few_directions(50_000, seed=1).flip(1)
+    drifted = chosen_by_a_save(rule, turned, known)
     assert isinstance(drifted, Transformed)
     assert drifted.basis not in (None, first.basis)
-    few_rows = rule.choose_for(turned, 0, 20, known)
+    few_rows = chosen_by_a_save(rule, turned[:30], known)
     assert not isinstance(few_rows, Transformed) or few_rows.basis in (None, first.basis)
+
+
+def test_a_basis_is_found_once_there_is_one() -> None:
+    """Training begins with random rows, which have none."""
+    random_rows = torch.randn(50_000, DIM, generator=torch.Generator().manual_seed(1)) * 0.01
+    first = chosen_by_a_save(TransformCoded(), random_rows)
+    assert isinstance(first, Transformed)
+    assert first.basis is None
+    later = chosen_by_a_save(TransformCoded(), few_directions(50_000) + random_rows, first.known)
+    assert isinstance(later, Transformed)
+    assert later.basis is not None
+
+
+def test_drift_adds_up() -> None:
+    """Rows that turn little by little: each step keeps the error with the old basis, but not for ever."""
+    start, end = few_directions(20_000), few_directions(20_000, seed=1).flip(1)
+    known, bases = None, []
+    for share in np.linspace(0, 1, 12):
+        chosen = chosen_by_a_save(TransformCoded(), start * (1 - share) + end * share, known)
+        assert isinstance(chosen, Transformed)
+        known = chosen.known
+        bases.append(chosen.basis)
+    assert 2 < len(set(bases)) < 12
+    alone = chosen_by_a_save(TransformCoded(), end)
+    assert size_and_error(chosen, end)[0] <= 1.12 * size_and_error(alone, end)[0]
+
+
+def test_small_deltas_use_a_known_transform() -> None:
+    """Although the means of few rows differ by chance."""
+    first = chosen_by_a_save(TransformCoded(), few_directions(50_000))
+    assert isinstance(first, Transformed)
+    kept = [chosen_by_a_save(TransformCoded(), few_directions(60, seed), first.known) == first for seed in range(50)]
+    assert sum(kept) >= 35
+    assert not isinstance(chosen_by_a_save(TransformCoded(), few_directions(60)), Transformed)
+
+
+@pytest.mark.parametrize("factor", [1e-5, 1e5])
+def test_a_known_transform_of_other_sizes_is_replaced(factor: float) -> None:
+    """Rows that it would store exactly, or as zeros."""
+    first = chosen_by_a_save(TransformCoded(), few_directions(50_000))
+    assert isinstance(first, Transformed)
+    rows = few_directions(50_000, seed=1) * factor
+    chosen = chosen_by_a_save(TransformCoded(), rows, first.known)
+    assert isinstance(chosen, Transformed)
+    assert not len(chosen.encode(rows).exact)
+    assert size_and_error(chosen, rows)[0] <= 1.05 * size_and_error(chosen_by_a_save(TransformCoded(), rows), rows)[0]
+
+
+def test_a_known_transform_of_other_columns_is_not_used() -> None:
+    """Such as after a table was sharded anew by columns."""
+    first = chosen_by_a_save(TransformCoded(), few_directions(50_000))
+    assert isinstance(first, Transformed)
+    chosen = chosen_by_a_save(TransformCoded(), few_directions(50_000)[:, : DIM // 2].contiguous(), first.known)
+    assert isinstance(chosen, Transformed)
+    assert chosen.known.num_cols == DIM // 2
 
 
 @given(num_rows=st.integers(0, 40), seed=st.integers(0, 2**32))
 @settings(deadline=None)
 def test_blobs_come_back(num_rows: int, seed: int) -> None:
     """With whatever follows them."""
-    transform = learned(few_directions().double().numpy(), 0.1, None)
+    transform = learned(*sample_and_limit(0.1), None)
     numbers = np.random.default_rng(seed).integers(-40, 40, (num_rows, DIM)).astype(np.int16)
     data = np.concatenate([pack_rows(numbers, transform), np.arange(5, dtype=np.uint8)])
-    found, rest = unpack_rows(data, num_rows, transform, "blob")
+    found, rest = unpack_rows(data, num_rows, 5, transform, "blob")
     assert (found == numbers).all()
     assert rest.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 4, 6, 260])
+def test_other_numbers_of_bytes_are_refused(num_bytes: int) -> None:
+    """Exact rows follow the numbers, as many bytes as the manifest says, and nothing else."""
+    transform = learned(*sample_and_limit(0.1), None)
+    numbers = np.random.default_rng(0).integers(-40, 40, (30, DIM)).astype(np.int16)
+    data = np.concatenate([pack_rows(numbers, transform), np.zeros(num_bytes, dtype=np.uint8)])
+    with pytest.raises(cnr.DamagedError, match="5 of exact rows expected"):
+        unpack_rows(data, 30, 5, transform, "blob")
 
 
 def test_strips_are_decoded_apart() -> None:
@@ -186,7 +306,7 @@ def test_strips_are_decoded_apart() -> None:
     scheme = TransformCoded().choose(lambda: rows[:2048], 0)
     assert isinstance(scheme, Transformed)
     numbers = scheme.encode(rows).codes.view(torch.int16).numpy()
-    found, rest = unpack_rows(pack_rows(numbers, scheme.known), len(rows), scheme.known, "blob")
+    found, rest = unpack_rows(pack_rows(numbers, scheme.known), len(rows), 0, scheme.known, "blob")
     assert (found == numbers).all()
     assert len(rest) == 0
 
@@ -195,7 +315,7 @@ def test_strips_are_decoded_apart() -> None:
 @settings(deadline=None)
 def test_corrupt_blobs_are_refused_or_other_rows(data: st.DataObject) -> None:
     """Any change of bytes, or of their number, gives a typed error or other numbers, never a crash."""
-    transform = learned(few_directions().double().numpy(), 0.1, None)
+    transform = learned(*sample_and_limit(0.1), None)
     numbers = _random().integers(-9, 9, (30, DIM)).astype(np.int16)
     blob = pack_rows(numbers, transform)
     changed = blob.copy()
@@ -203,15 +323,16 @@ def test_corrupt_blobs_are_refused_or_other_rows(data: st.DataObject) -> None:
         changed[place] ^= data.draw(st.integers(1, 255))
     changed = changed[: data.draw(st.integers(0, len(blob)))]
     with suppress(cnr.DamagedError):
-        found, rest = unpack_rows(changed, 30, transform, "blob")
-        assert len(rest) or not (found == numbers).all()
+        found, rest = unpack_rows(changed, 30, 0, transform, "blob")
+        assert not len(rest)
+        assert not (found == numbers).all()
 
 
 @given(data=st.data())
 def test_corrupt_transforms_are_refused(data: st.DataObject) -> None:
     """The digest in the manifest would show it, too; this shows that nothing invalid reaches the kernels."""
     rows = few_directions().double().numpy()
-    transform = learned(rows, 0.1, principal_components(rows))
+    transform = learned(rows, limit_of(rows, 0.1), principal_components(rows))
     assert transform.basis is not None
     stored = bytearray(transform.data)
     assert RowTransform.parsed(bytes(stored), transform.basis, "x").digest == transform.digest

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.kernels import cpu
+from torchrec_cnr.kernels.cpu.row_transform import MOST
 from torchrec_cnr.kernels.search_plan import SCALE_AND_BIAS_BYTES, SearchPlan
 
 # Triton is installed with torch for CUDA, and is not needed elsewhere.
@@ -143,7 +144,9 @@ def decode_clusters(codes: Tensor, positions: Tensor, bits: int, first_col: int,
     _decode_on_host(cpu.decode_clusters, codes, positions, bits, first_col, target, rows)
 
 
-def transform_rows(table: Tensor, rows: Tensor, basis: cpu.Floats, step: float) -> tuple[Tensor, Tensor]:
+def transform_rows(
+    table: Tensor, rows: Tensor, basis: cpu.Floats, step: float, dead_zone: cpu.Floats
+) -> tuple[Tensor, Tensor]:
     """Compute the components of rows in an orthonormal basis, as multiples of a step.
 
     There is no kernel for GPUs: rows of a table on a GPU are transformed on the host.
@@ -153,16 +156,24 @@ def transform_rows(table: Tensor, rows: Tensor, basis: cpu.Floats, step: float) 
         rows: The numbers of the rows, int64 [n], on the table's device.
         basis: float64 [num_cols, num_cols], whose rows are the components; or [0, 0] for the columns themselves.
         step: The step, above 0.
+        dead_zone: float64 [num_cols], by how many steps each component is moved towards zero before it is rounded to
+            the nearest multiple; at least 0 and below a half.
 
     Returns:
-        The components, int16 [n, num_cols], and a mask, bool [n], of the rows with NaN, infinity or more than 32,767
-        steps. The components of these are zeros. Both are in host memory.
+        The components, int16 [n, num_cols], and a mask, bool [n], of the rows that they cannot represent: with NaN,
+        infinity, more than 32,767 steps, or values so large that restored ones might be infinite in the table's dtype.
+        The components of these are zeros. Both are in host memory.
 
     Raises:
-        ConfigurationError: As for ``encode_rows``.
+        ConfigurationError: As for ``encode_rows``, or the basis is one of rows with other columns.
     """
     _check_encodable(table, rows)
-    return cpu.transform_rows(*_on_host(table, rows), basis, step)
+    num_cols = table.shape[1]
+    if basis.shape not in ((0, 0), (num_cols, num_cols)) or dead_zone.shape != (num_cols,):
+        raise ConfigurationError(f"not a basis of rows of {num_cols} columns (got {basis.shape}, {dead_zone.shape})")
+    most_error = step * num_cols**0.5 * (0.5 + float(dead_zone.max()))
+    most_value = min(MOST * step, torch.finfo(table.dtype).max - most_error)
+    return cpu.transform_rows(*_on_host(table, rows), basis, step, dead_zone, most_value)
 
 
 def restore_rows(

@@ -5,7 +5,8 @@
   searches for the range that the codes of a row cover (``GreedySearch``, ``LeastSquares``).
 - ``kmeans``: ``KMeans``, which stores a codebook with each row.
 - ``transform_coded``: ``TransformCoded``, a rule, and ``Transformed``, its scheme: rows in a basis of their table.
-- ``row_transform``: ``RowTransform``, the basis, the step and the tables of an entropy code, learned from a sample.
+- ``row_transform``: ``RowTransform``, the basis, the step and the tables of an entropy code.
+- ``learned_transform``: learns one from a sample of rows.
 - ``symbol_tables``: the tables of frequencies of the entropy code, which are part of the format.
 - ``packed_rows``: the bytes of a blob of entropy-coded rows.
 - ``choose_bits``: ``ByExpectedRestores`` and ``ByErrorBudget``, which choose a scheme for each shard.
@@ -23,6 +24,7 @@ Terms of this package:
 - *numbers*: the components of a row as multiples of a step, which are whole.
 - *digit*: the part of a number that the entropy coder codes by its frequency; the low bits of large numbers follow raw.
 - *escape*: a digit that says that a number follows as 16 raw bits.
+- *dead zone*: how far a component is moved towards zero before it is rounded, in steps.
 - *class*: how large the numbers of a row are, from 0 to 15. Each class has its own tables.
 - *strip*: the rows that are entropy-coded together.
 - *sample*: some of the rows to be stored; a rule measures them to choose a scheme.

@@ -64,25 +64,29 @@ def pack_rows(numbers: Numbers, transform: RowTransform) -> npt.NDArray[np.uint8
 
 
 def unpack_rows(
-    data: npt.NDArray[np.uint8], num_rows: int, transform: RowTransform, where: str
+    data: npt.NDArray[np.uint8], num_rows: int, exact_bytes: int, transform: RowTransform, where: str
 ) -> tuple[Numbers, npt.NDArray[np.uint8]]:
-    """Return the numbers of a blob, int16 [num_rows, num_cols], and the bytes after them.
+    """Return the numbers of a blob, int16 [num_rows, num_cols], and the bytes of its exact rows.
 
     Args:
         data: The bytes of the blob.
         num_rows: Number of rows; the manifest parser has checked that they have at most ``MAX_VALUES`` values.
+        exact_bytes: The bytes of its exact rows, by the manifest.
         transform: The transform of its shard.
         where: The name of the blob, for errors.
 
     Raises:
-        DamagedError: The bytes are not rows that this transform packs.
+        DamagedError: The bytes are not rows that this transform packs, and so many bytes after them.
     """
     bounds = _bounds(num_rows)
     head_bytes = least_bytes(num_rows)
     strips = data[:head_bytes].view(_STRIP) if len(data) >= head_bytes else np.empty(0, _STRIP)
     ends = head_bytes + 2 * np.cumsum([0, *strips["num_words"].tolist()])
-    if len(strips) != len(bounds) or ends[-1] > len(data):
-        raise DamagedError(f"{where}: corrupt: {len(data)} bytes are too few for its words; use another checkpoint")
+    if len(strips) != len(bounds) or ends[-1] + exact_bytes != len(data):
+        raise DamagedError(
+            f"{where}: corrupt: {ends[-1]} bytes of words and {exact_bytes} of exact rows expected, got {len(data)}; "
+            "use another checkpoint"
+        )
     numbers = np.empty((num_rows, transform.num_cols), np.int16)
     are_right = np.zeros(len(bounds), np.bool_)
 
@@ -106,10 +110,10 @@ def unpack_rows(
 
 
 def unpack_bytes(
-    data: npt.NDArray[np.uint8], num_rows: int, transform: RowTransform, where: str
+    data: npt.NDArray[np.uint8], num_rows: int, exact_bytes: int, transform: RowTransform, where: str
 ) -> npt.NDArray[np.uint8]:
     """Return the numbers of a blob as bytes, and after them its exact rows; see :func:`unpack_rows`."""
-    numbers, rest = unpack_rows(data, num_rows, transform, where)
+    numbers, rest = unpack_rows(data, num_rows, exact_bytes, transform, where)
     flat = numbers.reshape(-1).view(np.uint8)
     return np.concatenate((flat, rest)) if len(rest) else flat
 

@@ -1,10 +1,9 @@
 """The transform of a table's rows: a basis, a step, and the tables by which the components are entropy-coded.
 
-Trained tables of recommendation models occupy few directions ("On the Embedding Collapse When Scaling up Recommendation
-Models", ICML 2024, arXiv 2310.04400). In the basis of their principal components most components are small. They are
-rounded to multiples of one step for all rows, and coded by their entropy ("Transform Coding", Goyal, IEEE Signal
-Processing Magazine 18(5), 2001). With an orthonormal basis, the error of a row is at most half a step times the root of
-its number of columns.
+Rows of trained recommendation models lie close to a subspace of few dimensions ("On the Embedding Collapse When Scaling
+up Recommendation Models", ICML 2024, arXiv 2310.04400). In the basis of their principal components most components are
+small. They are rounded to multiples of one step for all rows, and coded by their entropy ("Transform Coding", Goyal,
+IEEE Signal Processing Magazine 18(5), 2001).
 """
 
 import hashlib
@@ -18,14 +17,10 @@ import numpy.typing as npt
 from torchrec_cnr.errors import DamagedError
 from torchrec_cnr.kernels.cpu import Floats, Numbers
 from torchrec_cnr.kernels.cpu.symbol_coder import ESCAPE, NUM_CLASSES, SCALE_BITS, ZERO_DIGIT, SymbolTables
-from torchrec_cnr.quantization.symbol_tables import NUM_SPREADS, NUM_TABLES, class_tables, spreads, symbol_tables
+from torchrec_cnr.quantization.symbol_tables import NUM_TABLES, class_tables, symbol_tables
 
 _HEADER = struct.Struct("<BBHdb32s")  # version, whether there is a basis, columns, step, first class, basis's SHA-256
 _VERSION = 1
-_PRIOR_ROWS = 16  # how many rows the spread that is expected of a class counts as, beside its rows in the sample
-_NEAR_SPREADS = 3  # how many tables on either side of the expected one are tried
-_SEARCH_ROUNDS = 24
-_MARGIN = 0.985  # of the mean error that is asked, so that rows outside of the sample meet it, and those of later saves
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +69,9 @@ class RowTransform:
         first_class: The class of a row is the number of bits of the sum of its squared numbers less this, from 0 to 15.
         class_frequencies: uint16 [16], which add up to 4096.
         choices: uint8 [16, num_cols], the table of each class and component; see ``symbol_tables``.
-        bits_per_value: How many bits a value took when the transform was learned; 0 if that is not known.
+        dead_zone: float64 [num_cols], by how many steps components are moved towards zero before they are rounded. It
+            is not stored; None in a transform that was read, for zeros.
+        bits_per_value: How many bits a value took when the basis was learned; 0 if that is not known.
     """
 
     num_cols: int
@@ -83,7 +80,13 @@ class RowTransform:
     first_class: int
     class_frequencies: npt.NDArray[np.uint16]
     choices: npt.NDArray[np.uint8]
+    dead_zone: Floats | None = None
     bits_per_value: float = 0.0
+
+    @property
+    def zones(self) -> Floats:
+        """The dead zone of each component, float64 [num_cols]."""
+        return np.zeros(self.num_cols) if self.dead_zone is None else self.dead_zone
 
     @property
     def digests(self) -> set[str]:
@@ -144,10 +147,10 @@ class RowTransform:
 
     def num_bits(self, numbers: Numbers) -> float:
         """Return the bits that rows of numbers, int16 [n, num_cols], take, without those of streams' beginnings."""
-        classes = _classes(numbers, self.first_class)
+        classes = classes_of(numbers, self.first_class)
         bits = -np.log2(self.class_frequencies[classes].astype(np.float64) / (1 << SCALE_BITS)).sum()
         tables = self.choices[classes]
-        return float(bits + _bits_of(numbers, tables).sum())
+        return float(bits + bits_of(numbers, tables).sum())
 
 
 def transform_bytes(num_cols: int) -> int:
@@ -160,118 +163,23 @@ def basis_bytes(num_cols: int) -> int:
     return 4 * num_cols * num_cols
 
 
-def principal_components(rows: Floats) -> Basis:
-    """Return the eigenvectors of the second moments of rows, float64 [n, num_cols], the largest first."""
-    _, vectors = np.linalg.eigh(rows.T @ rows)
-    return Basis(np.ascontiguousarray(vectors.T[::-1]).astype(np.float32))
-
-
-def learned(rows: Floats, mean_error: float, basis: Basis | None) -> RowTransform:
-    """Return a transform for rows like those of a sample.
-
-    Args:
-        rows: float64 [n, num_cols], finite; n >= 1.
-        mean_error: The mean l2 norm of the rows' errors that is wanted, above 0.
-        basis: The basis; None for the columns themselves.
-    """
-    num_cols = rows.shape[1]
-    components = rows if basis is None else rows @ basis.components.astype(np.float64).T
-    step = _largest_step(components, mean_error * _MARGIN)
-    numbers = np.clip(np.rint(components / step), -32767, 32767).astype(np.int16)
-    first_class = _first_class(numbers)
-    classes = _classes(numbers, first_class)
-    return RowTransform(num_cols, step, basis, first_class, _class_frequencies(classes), _choices(numbers, classes))
-
-
-def _largest_step(components: Floats, mean_error: float) -> float:
-    """Return the largest step, of those that a search tries, at which the mean error is not larger than this."""
-    norms = np.linalg.norm(components, axis=1)
-    low, high = mean_error / np.sqrt(components.shape[1]), 2 * max(mean_error, float(norms.max()))
-    for _ in range(_SEARCH_ROUNDS):
-        middle = float(np.sqrt(low * high))
-        errors = components - np.rint(components / middle) * middle
-        if np.linalg.norm(errors, axis=1).mean() <= mean_error:
-            low = middle
-        else:
-            high = middle
-    return float(low)
-
-
-def _energies(numbers: Numbers) -> npt.NDArray[np.int64]:
+def energies_of(numbers: Numbers) -> npt.NDArray[np.int64]:
     wide = numbers.astype(np.int64)
     energies: npt.NDArray[np.int64] = np.einsum("rc,rc->r", wide, wide)
     return energies
 
 
-def _num_bits(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def num_bits_of(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return how many bits each value has, 0 for 0."""
     exponents: npt.NDArray[np.int64] = np.frexp(values.astype(np.float64))[1].astype(np.int64)
     return exponents
 
 
-def _classes(numbers: Numbers, first_class: int) -> npt.NDArray[np.uint8]:
-    return np.clip(_num_bits(_energies(numbers)) - first_class, 0, NUM_CLASSES - 1).astype(np.uint8)
+def classes_of(numbers: Numbers, first_class: int) -> npt.NDArray[np.uint8]:
+    return np.clip(num_bits_of(energies_of(numbers)) - first_class, 0, NUM_CLASSES - 1).astype(np.uint8)
 
 
-def _first_class(numbers: Numbers) -> int:
-    """Return the first class such that the classes of the sample are in the middle, or begin with that of 0."""
-    bits = _num_bits(_energies(numbers))
-    return max(0, int(np.median(bits)) - NUM_CLASSES // 2)
-
-
-def _class_frequencies(classes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint16]:
-    """Return frequencies that add up to 4096, at least 1 each."""
-    counts = np.bincount(classes, minlength=NUM_CLASSES)
-    frequencies = 1 + ((1 << SCALE_BITS) - NUM_CLASSES) * counts // counts.sum()
-    frequencies[frequencies.argmax()] += (1 << SCALE_BITS) - frequencies.sum()
-    result: npt.NDArray[np.uint16] = frequencies.astype(np.uint16)
-    return result
-
-
-def _choices(numbers: Numbers, classes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Return the table of each class and component, uint8 [16, num_cols].
-
-    The spread of a component in a class is that of the class's rows in the sample, and of what all rows let expect. Of
-    the tables about this spread, that with the fewest bits for the sample is taken.
-    """
-    squares = numbers.astype(np.float64) ** 2
-    energies = squares.sum(1)
-    shares = squares.sum(0) / max(1.0, energies.sum())
-    known = np.flatnonzero(np.bincount(classes, minlength=NUM_CLASSES))
-    choices = np.zeros((NUM_CLASSES, numbers.shape[1]), np.uint8)
-    for number in range(NUM_CLASSES):
-        nearest = int(known[np.abs(known - number).argmin()])
-        own = classes == nearest
-        count, factor = int(own.sum()), 2.0 ** (number - nearest)
-        expected = shares * energies[own].mean() * factor
-        variances = (squares[own].sum(0) * factor + _PRIOR_ROWS * expected) / (count + _PRIOR_ROWS)
-        places = _nearest_spreads(np.sqrt(variances))
-        sample = numbers[own] if number == nearest else numbers[:0]
-        choices[number] = _best_near(sample, places)
-    return choices
-
-
-def _nearest_spreads(wanted: Floats) -> npt.NDArray[np.int64]:
-    known = np.log2(spreads())
-    distances = np.abs(np.log2(np.maximum(wanted, 1e-9))[:, None] - known)
-    places: npt.NDArray[np.int64] = distances.argmin(1)
-    return places
-
-
-def _best_near(numbers: Numbers, places: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
-    """Return for each component the table that takes the fewest bits, of those near a spread."""
-    offsets = range(-_NEAR_SPREADS, _NEAR_SPREADS + 1)
-    tables = [kind + np.clip(places + offset, 0, NUM_SPREADS - 1) for kind in (0, NUM_SPREADS) for offset in offsets]
-    if not len(numbers):
-        return places.astype(np.uint8)
-    costs = [_bits_of(numbers, np.broadcast_to(table, numbers.shape)).sum(0) for table in tables]
-    # A component that is 0 in the whole sample fits all small spreads alike; the expected one is not the least.
-    best = np.argmin([cost + 0.5 * abs(offset) for cost, offset in zip(costs, [*offsets, *offsets], strict=True)], 0)
-    chosen: npt.NDArray[np.uint8] = np.stack(tables)[best, np.arange(len(places))].astype(np.uint8)
-    return chosen
-
-
-def _bits_of(numbers: Numbers, tables: npt.NDArray[np.integer]) -> Floats:
+def bits_of(numbers: Numbers, tables: npt.NDArray[np.integer]) -> Floats:
     """Return the bits of each number by its table."""
     known = symbol_tables()
     low_bits = known.low_bits[tables].astype(np.int64)

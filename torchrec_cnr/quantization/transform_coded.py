@@ -10,18 +10,22 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from torchrec_cnr import kernels
 from torchrec_cnr.errors import ConfigurationError, DamagedError
-from torchrec_cnr.quantization.row_transform import (
-    Basis,
-    RowTransform,
-    basis_bytes,
+from torchrec_cnr.kernels.cpu import Floats
+from torchrec_cnr.quantization.learned_transform import (
+    ErrorLimit,
+    are_typical,
+    expected_bits,
     learned,
     principal_components,
 )
+from torchrec_cnr.quantization.packed_rows import least_bytes
+from torchrec_cnr.quantization.row_transform import Basis, RowTransform, basis_bytes, transform_bytes
 from torchrec_cnr.quantization.scheme import (
     Encoded,
     RowCodes,
@@ -31,11 +35,15 @@ from torchrec_cnr.quantization.scheme import (
     is_quantizable,
     positions,
 )
-from torchrec_cnr.quantization.uniform import AdaptiveAsymmetric, Asymmetric, Symmetric, mean_error
+from torchrec_cnr.quantization.uniform import AdaptiveAsymmetric, Asymmetric, Symmetric, row_errors
 
 MAX_COLS = 512  # of a table that is transformed: a basis has as many values as the square of its columns
 _MIN_GAIN = 0.98  # a transform must take at most this part of the other scheme's bytes
-_DRIFT = 1.1  # a new basis is learned when rows take this many times the bits that they took when the old one was
+_MAX_RELATIVE = 2.0  # times the mean relative error of rows by the other scheme that is allowed
+_LEAST_ERROR = 1e-30  # of a table that is transformed: float32 cannot hold the reciprocals of much smaller steps
+_PARTS_BYTES = 1_000  # of the data file and the manifest for a transform and its basis, besides their own bytes
+_POSITION_BYTES = 4  # of an exact row, besides its values
+_DRIFT = 1.1  # times the bits that rows took when a basis was learned, or would take with a new one: it is replaced
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 
@@ -111,7 +119,10 @@ class Transformed(RowCodes):
     def encode(self, table: Tensor, rows: Tensor | None = None) -> Encoded:
         """Round the components of rows to multiples of the step. Rows on other devices are first copied to the host."""
         row_numbers = all_rows(table) if rows is None else rows
-        numbers, is_exact = kernels.transform_rows(table, row_numbers, self.known.wide_basis, self.known.step)
+        transform = self.known
+        numbers, is_exact = kernels.transform_rows(
+            table, row_numbers, transform.wide_basis, transform.step, transform.zones
+        )
         return Encoded(numbers.view(torch.uint8), positions(is_exact))
 
     def decode_into(self, codes: Tensor, positions: Tensor, first_col: int, target: Tensor, rows: Tensor) -> None:
@@ -130,7 +141,7 @@ class TransformCoded:
 
     Trained tables occupy few directions. Their rows are transformed into the basis of their principal components, all
     components are rounded to multiples of one step, and entropy-coded. The step is chosen so that the mean l2 error of
-    a sample is not larger than that of ``error_of``. The error of each row is at most half a step times the root of its
+    a sample is not larger than that of ``error_of``. The error of each row is at most 0.85 steps times the root of its
     number of columns. If neither the basis nor the columns themselves take less space so, the shard is stored by
     ``error_of``.
 
@@ -163,53 +174,118 @@ class TransformCoded:
     def choose(self, sample: Sample, num_restores: int) -> Scheme:
         """Return a scheme with a transform that it learns from the sample, or ``error_of``."""
         rows = sample()
-        return self.choose_for(rows, num_restores, len(rows), None)
+        other = self.error_of.choose(lambda: rows, num_restores)
+        return self.choose_for(rows, other, other.row_bytes(rows.shape[1], rows.dtype), len(rows), None)
 
-    def choose_for(self, sample: Tensor, num_restores: int, num_rows: int, known: RowTransform | None) -> Scheme:
-        """Return the scheme of a shard.
+    def choose_for(
+        self, sample: Tensor, other: Scheme, other_bytes: float, num_rows: int, known: RowTransform | None
+    ) -> Scheme:
+        """Return the scheme of a shard: one with a transform, or ``other``.
 
         A known transform is used as it is while the sample keeps the error with it. Otherwise it gets another step. A
-        new basis is learned when rows take a tenth more bits than when the old one was, and must be worth its bytes.
+        new basis is tried when rows take a tenth more bits than when the old one was learned, or than they can be
+        expected to take with a new one. It must be worth its bytes.
 
         Args:
             sample: Some of the rows to store, [n, num_cols].
-            num_restores: The number of restores of the training so far.
+            other: The choice of ``error_of`` for the sample.
+            other_bytes: The bytes that a row takes by it.
             num_rows: How many rows are stored.
             known: A transform that is stored already; None if there is none.
         """
-        rows = sample.cpu()
-        other = self.error_of.choose(lambda: rows, num_restores)
-        error, num_cols = mean_error(other, rows), rows.shape[1]
-        values = rows.double().numpy()
-        values = values[np.isfinite(values).all(1)]
-        if not 0 < error < np.inf or not len(values) or num_cols > MAX_COLS:
+        rows, num_cols = sample.cpu(), sample.shape[1]
+        errors, is_coded = row_errors(other, rows)
+        chosen = is_coded.numpy().nonzero()[0]
+        chosen = chosen[are_typical(errors.numpy()[chosen])]
+        if num_cols > MAX_COLS or not len(chosen):
             return other
-        found = [] if known is None else [_of(rows, known)]
-        has_drifted = known is None or found[0].num_bytes > _DRIFT * known.bits_per_value * num_cols / 8
-        if has_drifted or mean_error(found[0].scheme, rows) > error:
-            bases = [None] if known is None or known.basis is None else [None, known.basis]
-            found = [_of(rows, learned(values, error, basis)) for basis in bases]
-        extra_bytes = basis_bytes(num_cols) / max(1, num_rows)  # for each row
-        if has_drifted:
-            new = _of(rows, learned(values, error, principal_components(values)))
-            if new.num_bytes + extra_bytes < min(each.num_bytes for each in found):
-                found = [replace(new, num_bytes=new.num_bytes + extra_bytes)]
-        best = min(found, key=lambda each: each.num_bytes)
-        is_better = best.num_bytes <= _MIN_GAIN * other.row_bytes(num_cols, rows.dtype)
-        return best.scheme if is_better and mean_error(best.scheme, rows) <= error else other
+        values = rows.double().numpy()[chosen]
+        limit = ErrorLimit.of(values, errors.numpy()[chosen], _MAX_RELATIVE)
+        if limit.mean < _LEAST_ERROR:
+            return other
+        fitting = known if known is not None and known.num_cols == num_cols else None
+        candidates = _Sample(rows, chosen, values, limit, num_rows).candidates(fitting)
+        best = min(candidates, key=lambda each: each.num_bytes)
+        return best.scheme if best.num_bytes <= _MIN_GAIN * other_bytes and best.is_right else other
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A scheme with a transform, and the bytes of a row of the sample."""
+    """A scheme with a transform.
+
+    Attributes:
+        scheme: The scheme.
+        row_bytes: The bytes of a row of the sample.
+        num_bytes: The same, with the row's share in what must be stored besides the rows.
+        is_right: Whether the errors of the sample are within the limit.
+    """
 
     scheme: Transformed
+    row_bytes: float
     num_bytes: float
+    is_right: bool
 
 
-def _of(rows: Tensor, transform: RowTransform) -> _Candidate:
-    numbers = Transformed.by(transform).encode(rows).codes.view(torch.int16).numpy()
-    num_bits = transform.num_bits(numbers) / max(1, len(rows))
-    if transform.bits_per_value == 0:
-        transform = replace(transform, bits_per_value=num_bits / transform.num_cols)
-    return _Candidate(Transformed.by(transform), num_bits / 8)
+@dataclass(frozen=True, eq=False)
+class _Sample:
+    """Some of the rows to store.
+
+    Attributes:
+        rows: [n, num_cols].
+        chosen: int64 [k], the positions of the rows to learn from: typical rows without NaN or infinity.
+        values: float64 [k, num_cols], these rows.
+        limit: The errors that are allowed of these.
+        num_rows: How many rows are stored.
+    """
+
+    rows: Tensor
+    chosen: npt.NDArray[np.int64]
+    values: Floats
+    limit: ErrorLimit
+    num_rows: int
+
+    def candidates(self, known: RowTransform | None) -> list[_Candidate]:
+        """Return transforms to choose from: a known one, if it still fits, or what can replace it."""
+        if known is None:
+            return [self._learned(None), *self._with_new_basis(None, _MIN_GAIN)]
+        kept = self._candidate(known, 0)
+        has_drifted = kept.row_bytes > _DRIFT * known.bits_per_value * known.num_cols / 8
+        if kept.is_right and not has_drifted:
+            # It needs no new parts, and a compaction joins its rows with older ones: it wins if it is about as good.
+            found = [replace(kept, num_bytes=_MIN_GAIN * kept.num_bytes)]
+        else:
+            found = [self._learned(None)]
+            if known.basis is not None:
+                found.append(self._learned(known.basis, 0.0 if has_drifted else known.bits_per_value))
+        return [*found, *self._with_new_basis(known.basis, _MIN_GAIN if has_drifted else 1 / _DRIFT)]
+
+    def _with_new_basis(self, known: Basis | None, most: float) -> list[_Candidate]:
+        """Return a transform with a new basis, if it can be expected to need at most this part of the bits."""
+        basis = principal_components(self.values)
+        step = self.limit.mean * (12 / self.values.shape[1]) ** 0.5
+        components = self.values if known is None else self.values @ known.components.T
+        if expected_bits(self.values @ basis.components.T, step) > most * expected_bits(components, step):
+            return []
+        return [self._learned(basis, part_bytes=basis_bytes(self.values.shape[1]))]
+
+    def _learned(self, basis: Basis | None, bits_per_value: float = 0.0, part_bytes: int = 0) -> _Candidate:
+        """Return a transform with a step and tables for these rows; ``part_bytes`` are those of a new basis."""
+        transform = replace(learned(self.values, self.limit, basis), bits_per_value=bits_per_value)
+        return self._candidate(transform, part_bytes + transform_bytes(transform.num_cols) + _PARTS_BYTES)
+
+    def _candidate(self, transform: RowTransform, part_bytes: int) -> _Candidate:
+        scheme, (num_rows, num_cols) = Transformed.by(transform), self.rows.shape
+        encoded = scheme.encode(self.rows)
+        num_bits = transform.num_bits(encoded.codes.view(torch.int16).numpy()) / num_rows
+        row_bytes = num_bits / 8 + len(encoded.exact) / num_rows * self.exact_row_bytes
+        if transform.bits_per_value == 0:
+            scheme = Transformed.by(replace(transform, bits_per_value=8 * row_bytes / num_cols))
+        num_bytes = row_bytes + (part_bytes + least_bytes(self.num_rows)) / max(1, self.num_rows)
+        errors, _ = row_errors(scheme, self.rows)
+        is_right = self.limit.may_hold(errors.numpy()[self.chosen])
+        return _Candidate(scheme, row_bytes, num_bytes, is_right)
+
+    @property
+    def exact_row_bytes(self) -> int:
+        """The bytes of an exact row: its values and its position."""
+        return self.rows.shape[1] * self.rows.element_size() + _POSITION_BYTES

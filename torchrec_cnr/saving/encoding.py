@@ -145,20 +145,21 @@ def choose_scheme(
         return NoQuantization()
     num_sampled = LEARNING_ROWS if isinstance(rule, TransformCoded) else SAMPLE_ROWS
     sample = sampled_rows(values, rows if isinstance(rows, Tensor) else _mask_of(rows), num_sampled)
-    if isinstance(rule, TransformCoded):
-        scheme = rule.choose_for(sample, num_restores, _num_stored(values, rows), known)
-        if isinstance(scheme, Transformed):
-            return scheme  # which was compared with another scheme
-    else:
-        scheme = rule.choose(lambda: sample, num_restores)
+    plain_rule = rule.error_of if isinstance(rule, TransformCoded) else rule
+    scheme = plain_rule.choose(lambda: sample, num_restores)
     num_cols, itemsize = sample.shape[1], sample.dtype.itemsize
-    exact_share = len(scheme.encode(sample).exact) / max(1, len(sample))
-    row_bytes = scheme.row_bytes(num_cols, sample.dtype) + exact_share * exact_row_bytes(num_cols, itemsize)
-    if row_bytes < num_cols * itemsize:
-        return scheme
-    if exact_share > 0:
-        on_unsuitable(exact_share)
-    return NoQuantization()
+    encoded = scheme.encode(sample)
+    exact_share = len(encoded.exact) / max(1, len(sample))
+    exact_bytes = exact_share * exact_row_bytes(num_cols, itemsize)
+    if scheme.row_bytes(num_cols, sample.dtype) + exact_bytes >= num_cols * itemsize:
+        if exact_share > 0:
+            on_unsuitable(exact_share)
+        return NoQuantization()
+    if isinstance(rule, TransformCoded):
+        divided = split(_bytes(encoded.codes).reshape(len(sample), -1), scheme.tail_bytes(num_cols, sample.dtype))
+        row_bytes = (encoded.codes.numel() if divided is None else divided.nbytes) / len(sample)
+        return rule.choose_for(sample, scheme, row_bytes + exact_bytes, _num_stored(values, rows), known)
+    return scheme
 
 
 def _num_stored(values: Tensor, rows: Sequence[SelectedRows] | Tensor | None) -> int:

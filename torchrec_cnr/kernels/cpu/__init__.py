@@ -66,19 +66,22 @@ Floats = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int16]
 
 
-def transform_rows(table: Tensor, rows: Tensor, basis: Floats, step: float) -> tuple[Tensor, Tensor]:
+def transform_rows(
+    table: Tensor, rows: Tensor, basis: Floats, step: float, dead_zone: Floats, most_value: float
+) -> tuple[Tensor, Tensor]:
     """Transform rows of a table; see ``kernels.transform_rows``."""
     num_rows, num_cols = len(rows), table.shape[1]
     numbers, is_exact = np.empty((num_rows, num_cols), np.int16), np.empty(num_rows, np.bool_)
     flat, stride, row_numbers = _flat(table), table.stride(0), rows.contiguous().numpy()
-    by_column, width = PaddedBasis.of(basis.T), -(-num_cols // LANES) * LANES
+    by_column, width = PaddedBasis.of(basis.T.astype(np.float32)), -(-num_cols // LANES) * LANES
+    zones = np.zeros(width, np.float32)
+    zones[:num_cols] = dead_zone
+    settings = (by_column, np.float32(1 / step), zones, np.float32(most_value))
 
     def transform(start: int, stop: int) -> None:
         kernel_rows, chunk = row_numbers[start:stop], numbers[start:stop].reshape(-1)
-        scratch = np.zeros(2 * width), np.empty(2 * width, np.int32)
-        row_transform.forward(
-            flat, stride, kernel_rows, num_cols, by_column, 1 / step, *scratch, chunk, is_exact[start:stop]
-        )
+        scratch = np.zeros(4 * width, np.float32), np.empty(4 * width, np.int32)
+        row_transform.forward(flat, stride, kernel_rows, num_cols, *settings, *scratch, chunk, is_exact[start:stop])
 
     in_parallel(transform, num_rows)
     return torch.from_numpy(numbers), torch.from_numpy(is_exact)
@@ -111,7 +114,7 @@ def encode_numbers(
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint16]]:
     """Entropy-code rows of numbers, int16 [n, num_cols]; return the first states, uint32 [4], and the words."""
     num_rows, num_cols = numbers.shape
-    words, used = np.empty(most_words(num_rows, num_cols), np.uint16), np.zeros(1, np.int64)
+    words, used = np.empty(most_words(num_rows, num_cols) + 1, np.uint16), np.zeros(1, np.int64)
     states = np.empty(NUM_STATES, np.uint32)
     flat = np.ascontiguousarray(numbers).reshape(-1)
     symbol_coder.encode(flat, num_cols, choices.reshape(-1), first_class, class_tables, tables, words, states, used)
@@ -128,8 +131,9 @@ def decode_numbers(
 ) -> bool:
     """Decode rows into ``numbers``, int16 [n, num_cols]; return whether the words are those of so many rows."""
     is_right, own_states, num_cols = np.zeros(1, np.bool_), states.astype(np.uint32), numbers.shape[1]
-    flat = numbers.reshape(-1)
-    symbol_coder.decode(words, own_states, num_cols, choices.reshape(-1), class_tables, tables, flat, is_right)
+    flat, padded = numbers.reshape(-1), np.zeros(len(words) + 1, np.uint16)
+    padded[:-1] = words
+    symbol_coder.decode(padded, own_states, num_cols, choices.reshape(-1), class_tables, tables, flat, is_right)
     return bool(is_right[0])
 
 

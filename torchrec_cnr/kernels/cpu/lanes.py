@@ -212,16 +212,16 @@ def where(typing: Any, mask: Any, x: Any, y: Any) -> Any:
 
 @intrinsic
 def exact_times_plus(typing: Any, x: Any, y: Any, z: Any) -> Any:
-    """Return ``x * y + z`` if float32 holds the product exactly, so that fusing the operations changes nothing."""
+    """Return ``x * y + z`` if the lanes hold the product exactly, so that fusing the operations changes nothing."""
+    lanes, name = (vector(DOUBLE), "f64") if x == DOUBLES else (vector(FLOAT), "f32")
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        lanes = vector(FLOAT)
         function = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(lanes, (lanes, lanes, lanes)), f"llvm.fmuladd.v{LANES}f32"
+            builder.module, ir.FunctionType(lanes, (lanes, lanes, lanes)), f"llvm.fmuladd.v{LANES}{name}"
         )
         return builder.call(function, args)
 
-    return FLOATS(FLOATS, FLOATS, FLOATS), emit
+    return x(x, x, x), emit
 
 
 @intrinsic

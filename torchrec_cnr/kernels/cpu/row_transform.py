@@ -1,7 +1,7 @@
 """Rows as whole multiples of a step in an orthonormal basis, and back.
 
-All sums are of float64, from the first term to the last, and the products of decoding are exact. So decoded rows are
-bit-identical on all machines.
+Encoding sums in float32, and decoding in float64 with exact products. All sums go from the first term to the last. So
+numbers and decoded rows are bit-identical on all machines.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from numba import njit
 
 from torchrec_cnr.kernels.cpu.compiling import Kernel
-from torchrec_cnr.kernels.cpu.lanes import LANES, floats, rounded, spread_double, whole
+from torchrec_cnr.kernels.cpu.lanes import LANES, exact_times_plus, floats, rounded, spread, spread_double, where, whole
 from torchrec_cnr.kernels.cpu.memory import element, load, put_element, store
 
 MOST = 32767  # the largest multiple of a step
@@ -21,96 +21,134 @@ class PaddedBasis(NamedTuple):
     """A basis as the kernels take it.
 
     Attributes:
-        values: float64 [num_rows * width + 16], with zeros between and behind the rows; or empty for no basis.
+        values: float32 or float64 [num_rows * width + 16], with zeros between and behind the rows; or empty for no
+            basis.
         width: The elements from the beginning of a row to that of the next, a multiple of 16.
     """
 
-    values: npt.NDArray[np.float64]
+    values: npt.NDArray[np.floating]
     width: int
 
     @classmethod
-    def of(cls, rows: npt.NDArray[np.float64]) -> "PaddedBasis":
-        """Copy a basis, float64 [num_rows, num_cols]; [0, 0] for no basis."""
+    def of(cls, rows: npt.NDArray[np.floating]) -> "PaddedBasis":
+        """Copy a basis, [num_rows, num_cols] of float32 or float64; [0, 0] for no basis."""
         num_rows, num_cols = rows.shape
         width = -(-num_cols // LANES) * LANES
-        values = np.zeros(num_rows * width + LANES if num_rows else 0)
+        values = np.zeros(num_rows * width + LANES if num_rows else 0, rows.dtype)
         values[: num_rows * width].reshape(num_rows, width)[:, :num_cols] = rows
         return cls(values, width)
 
 
 @njit
-def _round_lanes(sums, inverse_step, place, steps):
-    store(steps, place, whole(rounded(floats(sums * spread_double(inverse_step)))))
+def _round_lanes(components, inverse_step, dead_zone, place, steps, start):
+    """Write components of a row in steps, rounded to the nearest whole numbers after they were moved towards zero."""
+    scaled = components * spread(inverse_step)
+    zone = load(dead_zone, place)
+    moved = scaled - where(scaled < spread(0.0), spread(0.0) - zone, zone)
+    store(steps, start + place, whole(rounded(moved)))
 
 
 @njit
-def _components_of_two(values, other_values, num_cols, basis, width, inverse_step, steps, other_steps):
-    """Compute the components of two rows, because both need the same elements of the basis."""
+def _components_of_four(values, width, num_cols, basis, inverse_step, dead_zone, steps):
+    """Compute the components of four rows, because all need the same elements of the basis."""
     for place in range(0, num_cols, LANES):
-        sums, other_sums = spread_double(0.0), spread_double(0.0)
+        sums_0, sums_1, sums_2, sums_3 = spread(0.0), spread(0.0), spread(0.0), spread(0.0)
         for column in range(num_cols):
             lanes = load(basis, column * width + place)
-            sums = sums + spread_double(values[column]) * lanes
-            other_sums = other_sums + spread_double(other_values[column]) * lanes
-        _round_lanes(sums, inverse_step, place, steps)
-        _round_lanes(other_sums, inverse_step, place, other_steps)
+            sums_0 = sums_0 + spread(values[column]) * lanes
+            sums_1 = sums_1 + spread(values[width + column]) * lanes
+            sums_2 = sums_2 + spread(values[2 * width + column]) * lanes
+            sums_3 = sums_3 + spread(values[3 * width + column]) * lanes
+        _round_lanes(sums_0, inverse_step, dead_zone, place, steps, 0)
+        _round_lanes(sums_1, inverse_step, dead_zone, place, steps, width)
+        _round_lanes(sums_2, inverse_step, dead_zone, place, steps, 2 * width)
+        _round_lanes(sums_3, inverse_step, dead_zone, place, steps, 3 * width)
 
 
 @njit
-def _put_steps(values, steps, num_cols, most_value, numbers, start):
+def _put_steps(values, steps, most_value, numbers):
     """Write the components of a row as int16; return whether all are in range."""
     is_right = True
-    for column in range(num_cols):
-        is_right = is_right and abs(values[column]) <= most_value and abs(steps[column]) <= MOST
-    for column in range(num_cols):
-        numbers[start + column] = np.int16(steps[column]) if is_right else np.int16(0)
+    for column in range(len(numbers)):
+        is_right &= (abs(values[column]) <= most_value) & (steps[column] >= -MOST) & (steps[column] <= MOST)
+    if is_right:
+        for column in range(len(numbers)):
+            numbers[column] = np.int16(steps[column])
+    else:
+        numbers[:] = np.int16(0)
     return is_right
 
 
 @Kernel
-def forward(table, row_stride, rows, num_cols, basis, inverse_step, values, steps, numbers, is_exact):
-    """Compute the components of rows in units of the step, rounded to the nearest whole numbers, halves to even.
+def forward(
+    table, row_stride, rows, num_cols, basis, inverse_step, dead_zone, most_value, values, steps, numbers, is_exact
+):
+    """Compute the components of rows in units of the step, rounded to whole numbers, halves to even.
 
     Args:
         table: The flat table; see ``memory``.
         row_stride: Elements from the beginning of a row to that of the next.
         rows: The numbers of the rows, int64 [n].
         num_cols: Values in a row.
-        basis: A ``PaddedBasis`` whose row c has column c of each component, or an empty one for the columns themselves.
-        inverse_step: 1 / step, float64.
-        values: float64 [2 * width], working memory.
-        steps: int32 [2 * width], working memory.
+        basis: A ``PaddedBasis`` of float32 whose row c has column c of each component, or an empty one for the columns
+            themselves.
+        inverse_step: 1 / step, float32.
+        dead_zone: float32 [width], by how many steps each component is moved towards zero before it is rounded, from 0
+            to less than a half.
+        most_value: The largest absolute value of a row that is not exact, float32.
+        values: float32 [4 * width], working memory, with zeros.
+        steps: int32 [4 * width], working memory.
         numbers: int16 [n * num_cols], written; zeros for exact rows.
-        is_exact: bool [n], written: the rows with a value that is NaN or infinite, or so large that a component may be
+        is_exact: bool [n], written: the rows with a value that is NaN or above ``most_value``, or with a component of
             more than `MOST` steps.
     """
-    width = len(values) // 2
-    most_value = np.float64(MOST) / inverse_step
-    two_values, two_steps = (values[:width], values[width:]), (steps[:width], steps[width:])
-    for first in range(0, len(rows), 2):
-        second = min(first + 1, len(rows) - 1)
-        for column in range(num_cols):
-            two_values[0][column] = element(table, rows[first] * row_stride + column)
-            two_values[1][column] = element(table, rows[second] * row_stride + column)
+    width = len(values) // 4
+    for first in range(0, len(rows), 4):
+        for lane in range(4):
+            start = rows[min(first + lane, len(rows) - 1)] * row_stride
+            for column in range(num_cols):
+                values[lane * width + column] = element(table, start + column)
         if len(basis.values):
-            _components_of_two(
-                two_values[0],
-                two_values[1],
-                num_cols,
-                basis.values,
-                basis.width,
-                inverse_step,
-                two_steps[0],
-                two_steps[1],
-            )
+            _components_of_four(values, width, num_cols, basis.values, inverse_step, dead_zone, steps)
         else:
-            for place in range(0, num_cols, LANES):
-                _round_lanes(load(two_values[0], place), inverse_step, place, two_steps[0])
-                _round_lanes(load(two_values[1], place), inverse_step, place, two_steps[1])
-        is_exact[first] = not _put_steps(two_values[0], two_steps[0], num_cols, most_value, numbers, first * num_cols)
-        is_exact[second] = not _put_steps(
-            two_values[second - first], two_steps[second - first], num_cols, most_value, numbers, second * num_cols
-        )
+            for lane in range(4):
+                for place in range(0, num_cols, LANES):
+                    own_values = load(values, lane * width + place)
+                    _round_lanes(own_values, inverse_step, dead_zone, place, steps, lane * width)
+        for lane in range(min(4, len(rows) - first)):
+            start, row = lane * width, first + lane
+            own_numbers = numbers[row * num_cols : (row + 1) * num_cols]
+            is_exact[row] = not _put_steps(values[start:], steps[start:], most_value, own_numbers)
+
+
+@njit
+def _restore_lanes(numbers, start, used, num_used, basis, width, column, step, target, place):
+    """Compute 16 columns of a row."""
+    sums = spread_double(0.0)
+    for number in range(num_used):
+        component = used[number]
+        lanes = load(basis, component * width + column)
+        sums = exact_times_plus(spread_double(numbers[start + component]), lanes, sums)
+    store(target, place, floats(sums * spread_double(step)))
+
+
+@njit
+def _restore_many_lanes(numbers, start, used, num_used, basis, width, column, step, target, place):
+    """Compute 64 columns of a row: sums that wait for no other, so that a processor can compute several at once."""
+    sums_0, sums_1 = spread_double(0.0), spread_double(0.0)
+    sums_2, sums_3 = spread_double(0.0), spread_double(0.0)
+    for number in range(num_used):
+        component = used[number]
+        first = component * width + column
+        factor = spread_double(numbers[start + component])
+        sums_0 = exact_times_plus(factor, load(basis, first), sums_0)
+        sums_1 = exact_times_plus(factor, load(basis, first + LANES), sums_1)
+        sums_2 = exact_times_plus(factor, load(basis, first + 2 * LANES), sums_2)
+        sums_3 = exact_times_plus(factor, load(basis, first + 3 * LANES), sums_3)
+    store(target, place, floats(sums_0 * spread_double(step)))
+    store(target, place + LANES, floats(sums_1 * spread_double(step)))
+    store(target, place + 2 * LANES, floats(sums_2 * spread_double(step)))
+    store(target, place + 3 * LANES, floats(sums_3 * spread_double(step)))
 
 
 @Kernel
@@ -121,7 +159,7 @@ def inverse(numbers, num_cols, positions, basis, step, used, first_col, target, 
         numbers: int16 [n * num_cols].
         num_cols: Values in a row.
         positions: int64 [k], the positions of the rows in ``numbers``.
-        basis: A ``PaddedBasis`` whose row k is component k; or an empty one.
+        basis: A ``PaddedBasis`` of float64, of values of float32, whose row k is component k; or an empty one.
         step: float64.
         used: int64 [num_cols], working memory.
         first_col: The first column to compute.
@@ -130,23 +168,23 @@ def inverse(numbers, num_cols, positions, basis, step, used, first_col, target, 
         rows: int64 [k], the rows of the target to write to.
         num_wanted: Number of columns to compute.
     """
-    whole_cols = num_wanted // LANES * LANES if len(basis.values) else 0
+    has_basis = len(basis.values) > 0
+    many_cols = num_wanted // (4 * LANES) * (4 * LANES) if has_basis else 0
+    whole_cols = num_wanted // LANES * LANES if has_basis else 0
     for index in range(len(positions)):
         start, place = positions[index] * num_cols, rows[index] * row_stride
         num_used = 0
-        if len(basis.values):
+        if has_basis:
             for component in range(num_cols):
                 used[num_used] = component
                 num_used += numbers[start + component] != 0
-        for column in range(0, whole_cols, LANES):
-            sums = spread_double(0.0)
-            for number in range(num_used):
-                component = used[number]
-                lanes = load(basis.values, component * basis.width + first_col + column)
-                sums = sums + spread_double(numbers[start + component]) * lanes
-            store(target, place + column, floats(sums * spread_double(step)))
+        components = (numbers, start, used, num_used, basis.values, basis.width)
+        for column in range(0, many_cols, 4 * LANES):
+            _restore_many_lanes(*components, first_col + column, step, target, place + column)
+        for column in range(many_cols, whole_cols, LANES):
+            _restore_lanes(*components, first_col + column, step, target, place + column)
         for column in range(whole_cols, num_wanted):
-            value = np.float64(0.0) if len(basis.values) else np.float64(numbers[start + first_col + column])
+            value = np.float64(0.0) if has_basis else np.float64(numbers[start + first_col + column])
             for number in range(num_used):
                 component = used[number]
                 value += numbers[start + component] * basis.values[component * basis.width + first_col + column]

@@ -27,6 +27,7 @@ ZERO_DIGIT = 127  # digits 0 to 254 are -127 to 127
 _WORD_BITS = 16
 _STATE_BITS = 31
 _SLOT_MASK = (1 << SCALE_BITS) - 1
+_ADDED_AT, _ADDED_MASK, _SHIFT_AT, _SHIFT_MASK, _RECIPROCAL_AT = 12, (1 << 13) - 1, 25, 31, 32
 
 
 class SymbolTables(NamedTuple):
@@ -35,18 +36,17 @@ class SymbolTables(NamedTuple):
     Attributes:
         low_bits: uint8 [tables], the raw bits of a number below its digit.
         frequencies: uint16 [tables, 256], of each digit; 0 for digits that the table does not have.
-        starts: uint16 [tables, 256], the sum of the frequencies of smaller digits.
-        reciprocals: uint32 [tables, 256], with which a state is divided by the frequency.
-        shifts: uint8 [tables, 256], for the same division.
-        slots: uint32 [tables, 4096], for each remainder of a state: the digit, and 8 bits higher its frequency, and 20
+        encoding: uint64 [tables * 256], what encoding a digit takes, from the lowest bit: 12 bits of the frequency; 13
+            bits that are added, which is the sum of the frequencies of smaller digits, and 4095 more if the frequency
+            is 1; 5 bits of a shift, 2 that are 0, and 32 of a reciprocal, with which a state is divided by the
+            frequency.
+        slots: uint32 [tables * 4096], for each remainder of a state: the digit, and 8 bits higher its frequency, and 20
             bits higher how far the remainder is from the digit's start.
     """
 
     low_bits: npt.NDArray[np.uint8]
     frequencies: npt.NDArray[np.uint16]
-    starts: npt.NDArray[np.uint16]
-    reciprocals: npt.NDArray[np.uint32]
-    shifts: npt.NDArray[np.uint8]
+    encoding: npt.NDArray[np.uint64]
     slots: npt.NDArray[np.uint32]
 
     @classmethod
@@ -59,22 +59,18 @@ class SymbolTables(NamedTuple):
         """
         wide = frequencies.astype(np.int64)
         starts = wide.cumsum(1) - wide
-        # Alverson, "Integer division using reciprocals" (1991): exact for states below 2^31.
+        # Alverson, "Integer division using reciprocals" (1991): exact for states below 2^31. Division by 1 gives one
+        # less, for which the term that is added makes up.
         shifts = np.ceil(np.log2(np.maximum(wide, 2))).astype(np.int64)
-        reciprocals = ((1 << (shifts + 31)) + wide - 1) // np.maximum(wide, 1)
-        reciprocals, shifts = np.where(wide >= 2, reciprocals, 0), np.where(wide >= 2, shifts - 1, 0)
+        reciprocals = np.where(wide >= 2, ((1 << (shifts + 31)) + wide - 1) // np.maximum(wide, 2), (1 << 32) - 1)
+        added = starts + np.where(wide == 1, _SLOT_MASK, 0)
+        low_terms = wide | added << _ADDED_AT | np.where(wide >= 2, shifts - 1, 0) << _SHIFT_AT
+        encoding = low_terms.astype(np.uint64) | reciprocals.astype(np.uint64) << np.uint64(_RECIPROCAL_AT)
         digits = np.stack([np.repeat(np.arange(256), row) for row in wide])
         numbers = np.arange(len(wide))[:, None]
         distances = np.arange(1 << SCALE_BITS) - starts[numbers, digits]
         slots = digits | wide[numbers, digits] << 8 | distances << 20
-        return cls(
-            low_bits,
-            frequencies,
-            starts.astype(np.uint16),
-            reciprocals.astype(np.uint32),
-            shifts.astype(np.uint8),
-            slots.astype(np.uint32),
-        )
+        return cls(low_bits, frequencies, encoding.reshape(-1), slots.reshape(-1).astype(np.uint32))
 
 
 @njit
@@ -88,28 +84,35 @@ def _put_raw(state, value, bits, words, place):
 
 
 @njit
+def _place_of(table, number, num_bits):
+    """Return a place in a table, without a sign: numba then does not ask whether it counts from the end."""
+    return np.uint64(table) << np.uint64(num_bits) | np.uint64(number)
+
+
+@njit
 def _put_digit(state, digit, table, tables, words, place):
-    """Push a digit on a state; return it, and the place of the last word that was written."""
-    frequency = np.uint64(tables.frequencies[table, digit])
-    if state >= frequency << np.uint64(_STATE_BITS - SCALE_BITS):
-        place -= 1
-        words[place] = state & np.uint64(0xFFFF)
-        state >>= np.uint64(_WORD_BITS)
-    if frequency == 1:
-        quotient = state
-    else:
-        quotient = state * np.uint64(tables.reciprocals[table, digit]) >> np.uint64(32)
-        quotient >>= np.uint64(tables.shifts[table, digit])
-    remainder = state - quotient * frequency
-    return (quotient << np.uint64(SCALE_BITS)) + remainder + np.uint64(tables.starts[table, digit]), place
+    """Push a digit on a state; return it, and the place of the last word that was written.
+
+    Whether a word is written depends on the data, so there is no branch on it, which a processor could not predict.
+    """
+    terms = tables.encoding[_place_of(table, digit, 8)]
+    frequency = terms & np.uint64(_SLOT_MASK)
+    is_full = state >= frequency << np.uint64(_STATE_BITS - SCALE_BITS)
+    words[np.uint64(place - 1)] = state & np.uint64(0xFFFF)
+    place -= np.int64(is_full)
+    state = state >> np.uint64(_WORD_BITS) if is_full else state
+    quotient = state * (terms >> np.uint64(_RECIPROCAL_AT)) >> np.uint64(32)
+    quotient >>= terms >> np.uint64(_SHIFT_AT) & np.uint64(_SHIFT_MASK)
+    added = terms >> np.uint64(_ADDED_AT) & np.uint64(_ADDED_MASK)
+    return (quotient << np.uint64(SCALE_BITS)) + (state - quotient * frequency) + added, place
 
 
 @njit
 def _put_number(state, number, table, tables, words, place):
     """Push a number of 16 bits on a state: its low bits and then its digit, or all of it and then an escape."""
-    low_bits, value = np.int64(tables.low_bits[table]), np.int64(number)
+    low_bits, value = np.int64(tables.low_bits[np.uint64(table)]), np.int64(number)
     digit = np.int64(ZERO_DIGIT) + (value >> low_bits)
-    if digit < 0 or digit >= ESCAPE or tables.frequencies[table, digit] == 0:
+    if digit < 0 or digit >= ESCAPE or tables.encoding[_place_of(table, digit, 8)] & np.uint64(_SLOT_MASK) == 0:
         whole = np.uint64(value & 0xFFFF)
         state, place = _put_raw(state, whole & np.uint64(0xFF), 8, words, place)
         state, place = _put_raw(state, whole >> np.uint64(8), 8, words, place)
@@ -126,10 +129,70 @@ def _class_of(numbers, start, num_cols, first_class):
     for column in range(start, start + num_cols):
         number = np.int64(numbers[column])
         energy += number * number
-    num_bits = 0
-    while energy >> np.int64(num_bits) > 0:
-        num_bits += 1
+    num_bits = np.int64(energy > 0)
+    for half in (32, 16, 8, 4, 2, 1):
+        if energy >> np.int64(half) > 0:
+            energy >>= np.int64(half)
+            num_bits += half
     return min(max(num_bits - first_class, 0), NUM_CLASSES - 1)
+
+
+@njit
+def _encode_four(numbers, num_cols, choices, first_class, class_tables, tables, words, states, first, place):
+    """Encode four rows, whose states are in registers meanwhile; return the place of the last word."""
+    state_0, state_1 = np.uint64(states[0]), np.uint64(states[1])
+    state_2, state_3 = np.uint64(states[2]), np.uint64(states[3])
+    row_0 = first * num_cols
+    row_1, row_2, row_3 = row_0 + num_cols, row_0 + 2 * num_cols, row_0 + 3 * num_cols
+    class_0, class_1 = (
+        _class_of(numbers, row_0, num_cols, first_class),
+        _class_of(numbers, row_1, num_cols, first_class),
+    )
+    class_2, class_3 = (
+        _class_of(numbers, row_2, num_cols, first_class),
+        _class_of(numbers, row_3, num_cols, first_class),
+    )
+    choice_0, choice_1, choice_2, choice_3 = (
+        class_0 * num_cols,
+        class_1 * num_cols,
+        class_2 * num_cols,
+        class_3 * num_cols,
+    )
+    for column in range(num_cols - 1, -1, -1):
+        table = choices[np.uint64(choice_3 + column)]
+        state_3, place = _put_number(state_3, numbers[np.uint64(row_3 + column)], table, tables, words, place)
+        table = choices[np.uint64(choice_2 + column)]
+        state_2, place = _put_number(state_2, numbers[np.uint64(row_2 + column)], table, tables, words, place)
+        table = choices[np.uint64(choice_1 + column)]
+        state_1, place = _put_number(state_1, numbers[np.uint64(row_1 + column)], table, tables, words, place)
+        table = choices[np.uint64(choice_0 + column)]
+        state_0, place = _put_number(state_0, numbers[np.uint64(row_0 + column)], table, tables, words, place)
+    state_3, place = _put_digit(state_3, class_3, 0, class_tables, words, place)
+    state_2, place = _put_digit(state_2, class_2, 0, class_tables, words, place)
+    state_1, place = _put_digit(state_1, class_1, 0, class_tables, words, place)
+    state_0, place = _put_digit(state_0, class_0, 0, class_tables, words, place)
+    states[0], states[1], states[2], states[3] = state_0, state_1, state_2, state_3
+    return place
+
+
+@njit
+def _encode_few(numbers, num_cols, choices, first_class, class_tables, tables, words, states, first, place):
+    """Encode fewer than four rows; return the place of the last word."""
+    num_lanes = len(numbers) // num_cols - first
+    row_classes = np.int64(0)  # four bits for each row
+    for lane in range(num_lanes):
+        row_classes |= _class_of(numbers, (first + lane) * num_cols, num_cols, first_class) << (4 * lane)
+    for column in range(num_cols - 1, -1, -1):
+        for lane in range(num_lanes - 1, -1, -1):
+            table = choices[(row_classes >> (4 * lane) & 15) * num_cols + column]
+            number = numbers[(first + lane) * num_cols + column]
+            state, place = _put_number(np.uint64(states[lane]), number, table, tables, words, place)
+            states[lane] = state
+    for lane in range(num_lanes - 1, -1, -1):
+        state, row_class = np.uint64(states[lane]), row_classes >> (4 * lane) & 15
+        state, place = _put_digit(state, row_class, 0, class_tables, words, place)
+        states[lane] = state
+    return place
 
 
 @Kernel
@@ -143,7 +206,7 @@ def encode(numbers, num_cols, choices, first_class, class_tables, tables, words,
         first_class: The bits of the sum of squares of a row of the first class.
         class_tables: ``SymbolTables`` with one table, whose digits are the classes.
         tables: ``SymbolTables`` of the numbers.
-        words: uint16 [at least ``most_words``], filled from its end.
+        words: uint16 [``most_words`` + 1], filled from its end.
         states: uint32 [4], the states with which decoding begins, written.
         used: int64 [1], how many words were written.
     """
@@ -153,38 +216,23 @@ def encode(numbers, num_cols, choices, first_class, class_tables, tables, words,
         states[lane] = LEAST_STATE
     for group in range(-(-num_rows // NUM_STATES) - 1, -1, -1):
         first = group * NUM_STATES
-        num_lanes = min(NUM_STATES, num_rows - first)
-        row_classes = np.int64(0)  # four bits for each row
-        for lane in range(num_lanes):
-            row_classes |= _class_of(numbers, (first + lane) * num_cols, num_cols, first_class) << (4 * lane)
-        for column in range(num_cols - 1, -1, -1):
-            for lane in range(num_lanes - 1, -1, -1):
-                row = first + lane
-                table = choices[(row_classes >> (4 * lane) & 15) * num_cols + column]
-                number = numbers[row * num_cols + column]
-                state, place = _put_number(np.uint64(states[lane]), number, table, tables, words, place)
-                states[lane] = state
-        for lane in range(num_lanes - 1, -1, -1):
-            state, row_class = np.uint64(states[lane]), row_classes >> (4 * lane) & 15
-            state, place = _put_digit(state, row_class, 0, class_tables, words, place)
-            states[lane] = state
+        encode_rows = (numbers, num_cols, choices, first_class, class_tables, tables, words, states, first, place)
+        place = _encode_four(*encode_rows) if num_rows - first >= NUM_STATES else _encode_few(*encode_rows)
     used[0] = len(words) - place
 
 
 @njit
 def _refilled(state, words, place):
-    """Return a state that took a word if it is too small, and the place of the next word."""
-    if state < np.uint64(LEAST_STATE):
-        if place < len(words):
-            state = state << np.uint64(_WORD_BITS) | np.uint64(words[place])
-        place += 1
-    return state, place
+    """Return a state that took a word if it is too small, and the place of the next word. There is no branch."""
+    word = np.uint64(words[np.uint64(min(place, len(words) - 1))])
+    is_low = state < np.uint64(LEAST_STATE)
+    return state << np.uint64(_WORD_BITS) | word if is_low else state, place + np.int64(is_low)
 
 
 @njit
 def _taken(state, table, tables, words, place):
     """Take a digit from a state: return it, the state, and the place of the next word."""
-    slot = tables.slots[table, np.int64(state & np.uint64(_SLOT_MASK))]
+    slot = tables.slots[_place_of(table, state & np.uint64(_SLOT_MASK), SCALE_BITS)]
     frequency, distance = np.uint64(slot >> np.uint32(8) & np.uint32(_SLOT_MASK)), np.uint64(slot >> np.uint32(20))
     state = frequency * (state >> np.uint64(SCALE_BITS)) + distance
     state, place = _refilled(state, words, place)
@@ -195,7 +243,7 @@ def _taken(state, table, tables, words, place):
 def _taken_number(state, table, tables, words, place):
     """Take a number of 16 bits from a state: return it, the state, and the place of the next word."""
     digit, state, place = _taken(state, table, tables, words, place)
-    low_bits = np.int64(tables.low_bits[table])
+    low_bits = np.int64(tables.low_bits[np.uint64(table)])
     if digit == ESCAPE:
         high, state = state & np.uint64(0xFF), state >> np.uint64(8)
         state, place = _refilled(state, words, place)
@@ -222,14 +270,14 @@ def _decode_four(words, states, num_cols, choices, class_tables, tables, numbers
     choice_2, choice_3 = (class_2 & 15) * num_cols, (class_3 & 15) * num_cols
     target = first * num_cols
     for column in range(num_cols):
-        number, state_0, place = _taken_number(state_0, choices[choice_0 + column], tables, words, place)
-        numbers[target + column] = number
-        number, state_1, place = _taken_number(state_1, choices[choice_1 + column], tables, words, place)
-        numbers[target + num_cols + column] = number
-        number, state_2, place = _taken_number(state_2, choices[choice_2 + column], tables, words, place)
-        numbers[target + 2 * num_cols + column] = number
-        number, state_3, place = _taken_number(state_3, choices[choice_3 + column], tables, words, place)
-        numbers[target + 3 * num_cols + column] = number
+        number, state_0, place = _taken_number(state_0, choices[np.uint64(choice_0 + column)], tables, words, place)
+        numbers[np.uint64(target + column)] = number
+        number, state_1, place = _taken_number(state_1, choices[np.uint64(choice_1 + column)], tables, words, place)
+        numbers[np.uint64(target + num_cols + column)] = number
+        number, state_2, place = _taken_number(state_2, choices[np.uint64(choice_2 + column)], tables, words, place)
+        numbers[np.uint64(target + 2 * num_cols + column)] = number
+        number, state_3, place = _taken_number(state_3, choices[np.uint64(choice_3 + column)], tables, words, place)
+        numbers[np.uint64(target + 3 * num_cols + column)] = number
     states[0], states[1], states[2], states[3] = state_0, state_1, state_2, state_3
     return place
 
@@ -257,7 +305,7 @@ def decode(words, states, num_cols, choices, class_tables, tables, numbers, is_r
     """Decode rows of whole numbers. Whatever the words are, it reads and writes only within the arrays.
 
     Args:
-        words: uint16 [words], in the order of decoding.
+        words: uint16 [words + 1], in the order of decoding, and one more, whose value does not matter.
         states: uint32 [4], overwritten.
         num_cols: Numbers in a row.
         choices: The table of each class and column, uint8 [16 * num_cols].
@@ -273,7 +321,7 @@ def decode(words, states, num_cols, choices, class_tables, tables, numbers, is_r
             place = _decode_four(words, states, num_cols, choices, class_tables, tables, numbers, first, place)
         else:
             place = _decode_few(words, states, num_cols, choices, class_tables, tables, numbers, first, place)
-    right = place == len(words)
+    right = place == len(words) - 1
     for lane in range(NUM_STATES):
         right = right and states[lane] == LEAST_STATE
     is_right[0] = right
