@@ -78,7 +78,7 @@ class CheckpointRows:
             early_blobs += [(key, read.blob) for key, read in plan.reads.items() if plan.is_in_log(read.blob)]
         self._held = dict(self._packs.read(early_blobs))
         self._transforms = {blob: self._held.pop(key).tobytes() for key, blob in plan.transforms.items()}
-        self._schemes: dict[str, Transformed] = {}
+        self._schemes: dict[tuple[str, str | None, int], Transformed] = {}
         codes = {key: self._held.pop(key) for key in plan.row_blocks}
         self._numbers = BlockRowNumbers(plan.row_blocks, codes, store.url)
 
@@ -108,11 +108,12 @@ class CheckpointRows:
         shard = self.plan.reads[key].shard
         if shard.transform is None or not isinstance(shard.scheme, Transformed):
             return shard.scheme
-        found = self._schemes.get(shard.scheme.digest)
+        own_key = (shard.scheme.digest, shard.scheme.basis, shard.box.num_cols)
+        found = self._schemes.get(own_key)
         if found is None:  # threads may do this at once, to the same result
             stored = [self._transforms[blob] for blob in shard.transform.blobs]
             found = known_scheme(shard.scheme, stored, shard.box.num_cols, f"{self._where(key)}: transform")
-            self._schemes[shard.scheme.digest] = found
+            self._schemes[own_key] = found
         return found
 
     def _joined(self, key: str, data: Bytes) -> Bytes:
@@ -120,7 +121,7 @@ class CheckpointRows:
         read, scheme = self.plan.reads[key], self._scheme(key)
         num_cols, dtype = read.shard.box.num_cols, DTYPES[read.entry.dtype]
         if isinstance(scheme, Transformed):
-            return unpack_bytes(data, read.rows.num_rows, scheme.known, self._where(key))
+            return unpack_bytes(data, read.rows.num_rows, read.exact_bytes, scheme.known, self._where(key))
         row_bytes = read.shard.scheme.row_bytes(num_cols, dtype)
         tail_bytes = read.shard.scheme.tail_bytes(num_cols, dtype)
         return join(data, read.rows.num_rows, row_bytes, tail_bytes, self._where(key))

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from torchrec_cnr.errors import DamagedError
 from torchrec_cnr.format.boxes import Box
-from torchrec_cnr.format.manifest import Manifest, Shard, TensorEntry, name_of
+from torchrec_cnr.format.manifest import DTYPES, Manifest, Shard, TensorEntry, name_of
 from torchrec_cnr.format.row_sets import Blob, RowBlock
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Lineage
 from torchrec_cnr.reading.regions import Region
@@ -19,14 +19,31 @@ from torchrec_cnr.reading.regions import Region
 
 @dataclass(frozen=True, eq=False)
 class BlobRead:
-    """A blob to read from a checkpoint, and the regions that need its rows. Later turns overwrite earlier ones."""
+    """A blob to read from a checkpoint, and the regions that need its rows. Later turns overwrite earlier ones.
+
+    Attributes:
+        blob: The blob.
+        entry: The tensor.
+        shard: The shard.
+        number: The number of the blob in the shard.
+        rows: The row numbers.
+        regions: The regions.
+        turn: The turn.
+    """
 
     blob: Blob
     entry: TensorEntry
     shard: Shard
+    number: int
     rows: RowBlock
     regions: tuple[Region, ...]
     turn: int
+
+    @property
+    def exact_bytes(self) -> int:
+        """The bytes of the exact rows of a blob with a transform."""
+        num_exact = 0 if self.shard.transform is None else self.shard.transform.num_exact[self.number]
+        return num_exact * self.shard.exact_row_bytes(DTYPES[self.entry.dtype])
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,4 +173,5 @@ def _add_reads(reads: dict[str, BlobRead], region: Region, entry: TensorEntry) -
             if rows.first < first_row + common.num_rows and rows.first + rows.span > first_row:
                 key = f"{name_of(region.fqn, entry, index)} block {number}"
                 regions = reads[key].regions if key in reads else ()
-                reads[key] = BlobRead(blob, entry, shard, rows, (*regions, region), index if entry.folded else 0)
+                turn = index if entry.folded else 0
+                reads[key] = BlobRead(blob, entry, shard, number, rows, (*regions, region), turn)
