@@ -20,6 +20,7 @@ from torchrec_cnr.errors import ConfigurationError, LoadError, SaveError
 from torchrec_cnr.format.manifest import CheckpointRef, History, Manifest, Pack
 from torchrec_cnr.format.row_sets import Blob
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Head, Lineage, read_checkpoint, read_lineage, relative_path
+from torchrec_cnr.lineage.other_roots import is_in_other_root
 from torchrec_cnr.policies import Policy, Since
 from torchrec_cnr.quantization import Transformed
 from torchrec_cnr.sharding import ShardKey, shard_key
@@ -74,23 +75,6 @@ class Decision:
     head: CheckpointRef | None = None
     loadable_besides: CheckpointRef | None = None
     transforms: Mapping[str, StoredPart] = field(default_factory=dict)
-
-
-def transforms_of(parent: Checkpoint, store: Store) -> Mapping[str, StoredPart]:
-    """Return the transforms and bases that a checkpoint uses, as a delta of it in another directory refers to them."""
-    parts: dict[str, StoredPart] = {}
-    for entry in parent.manifest.tensors.values():
-        for shard in entry.shards:
-            if shard.transform is None or not isinstance(shard.scheme, Transformed):
-                continue
-            digests = (shard.scheme.digest, shard.scheme.basis)
-            for digest, blob in zip(digests, shard.transform.blobs, strict=False):
-                pack = parent.manifest.packs[blob.pack]
-                directory = parent.store if pack.directory is None else parent.store.at(pack.directory)
-                path = relative_path(store, directory.url)
-                if digest is not None and path is not None and pack.log is None:
-                    parts[digest] = StoredPart(replace(pack, directory=path), blob)
-    return parts
 
 
 @dataclass(frozen=True)
@@ -154,6 +138,26 @@ class Base:
     since: Since
     parent: Checkpoint
     history: History
+
+
+def transforms_of(parent: Checkpoint, store: Store) -> Mapping[str, StoredPart]:
+    """Return the transforms and bases that a delta of ``parent`` in ``store`` need not store, by their digests.
+
+    Those in other roots are left out. A prune there does not know which of a checkpoint's files are used here.
+    """
+    parts: dict[str, StoredPart] = {}
+    for entry in parent.manifest.tensors.values():
+        for shard in entry.shards:
+            if shard.transform is None or not isinstance(shard.scheme, Transformed):
+                continue
+            digests = (shard.scheme.digest, shard.scheme.basis)
+            for digest, blob in zip(digests, shard.transform.blobs, strict=False):
+                pack = parent.manifest.packs[blob.pack]
+                directory = parent.store if pack.directory is None else parent.store.at(pack.directory)
+                path = relative_path(store, directory.url)
+                if digest is not None and path is not None and pack.log is None and not is_in_other_root(path):
+                    parts[digest] = StoredPart(replace(pack, directory=path), blob)
+    return parts
 
 
 def newest_baseline(ranks: Sequence[RankData]) -> CheckpointRef | None:
