@@ -1,12 +1,18 @@
 """Transforms and bases that a delta shares with older checkpoints, while those are compacted and pruned."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_cnr as cnr
-from tests.quantization.test_transformed_checkpoints import Run, assert_near, running
+from tests.quantization.test_transformed_checkpoints import Run, assert_near, running, scheme_of
+from tests.support.faults import act_before, causes
+from torchrec_cnr.storage.leases import Lease
+from torchrec_cnr.storage.store import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -50,3 +56,58 @@ def test_a_delta_in_another_root_stores_transforms_again(tmp_path: Path) -> None
         _merge_and_prune(tmp_path / "a", "1")
         assert_near(tmp_path / "b" / "3", run.table)
         assert not cnr.verify(tmp_path / "b" / "3").problems
+
+
+# Prunes during a save
+
+
+def _act_at_lease(monkeypatch: pytest.MonkeyPatch, name: str, act: Callable[[], object]) -> None:
+    """Do something once, right before a save takes the lease on the checkpoint of this name."""
+    take, waiting = Lease.take, [act]
+
+    def act_and_take(store: Store, purpose: Any) -> Lease | None:
+        if purpose == "save" and store.path.endswith(f"/{name}") and waiting:
+            waiting.pop()()
+        return take(store, purpose)
+
+    monkeypatch.setattr(Lease, "take", act_and_take)
+
+
+def test_a_parent_that_was_compacted_before_its_lease_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its transforms are in other files then, and a prune may have removed those that were read first."""
+    with running(tmp_path) as run:
+        _two_saves(run)
+        _act_at_lease(monkeypatch, "1", lambda: _merge_and_prune(tmp_path, "1"))
+        run.change(SOME_ROWS, 2)
+        delta = run.save()
+        assert (delta.kind, _directories(delta)) == ("delta", {None, "../1"})
+        assert_near(tmp_path / "2", run.table)
+
+
+def test_no_commit_names_a_file_that_was_removed(tmp_path: Path) -> None:
+    """A delta without the transforms of its rows could not be loaded. After forget(), a save needs none."""
+    with running(tmp_path) as run:
+        _two_saves(run)
+        basis = scheme_of(cnr.read_checkpoint(tmp_path / "1")).basis
+        files = {file: file.read_bytes() for file in (tmp_path / "0").glob("*.safetensors")}
+
+        def remove() -> None:
+            for file in files:
+                file.unlink(missing_ok=True)
+
+        run.change(SOME_ROWS, 2)
+        act_before(run.writer, "finish", remove)
+        for _ in range(2):
+            with pytest.raises(CheckpointException) as raised:
+                run.save()
+            error = causes(raised.value)[0]
+            assert isinstance(error, cnr.SaveError)
+            assert "it needs the transforms in" in str(error)
+        assert cnr.latest(tmp_path) == str(tmp_path / "1")
+        run.tracker.forget()
+        baseline = run.save()
+        assert (baseline.kind, _directories(baseline)) == ("baseline", {None})
+        assert scheme_of(baseline).basis != basis
+        assert_near(tmp_path / "4", run.table)

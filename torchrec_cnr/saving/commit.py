@@ -280,20 +280,30 @@ def _leave(lease: Lease | None) -> None:
 
 
 def _refuse_missing_packs(store: Store, manifest: Manifest) -> None:
-    """Refuse to commit unless the store of this rank has all data files.
+    """Refuse to commit unless the store of this rank has all data files, and the older ones that the manifest names.
 
     A prune may have removed them if its clock was ahead. Files of other ranks may never have been there, because each
     rank has opened the store by itself.
     """
-    listed_files = store.listing().files
-    for pack in manifest.packs:
-        if pack.is_own_file and listed_files.get(pack.name) != pack.num_bytes:
-            found_text = f"{listed_files[pack.name]} bytes of it are" if pack.name in listed_files else "it is not"
+    packs = [pack for pack in manifest.packs if pack.log is None]
+    directories = {pack.directory: store.at(pack.directory or ".") for pack in packs}
+    files = {path: directory.listing().files for path, directory in directories.items()}
+    for pack in packs:
+        num_bytes = files[pack.directory].get(pack.name)
+        if num_bytes == pack.num_bytes:
+            continue
+        found_text = "it is not" if num_bytes is None else f"{num_bytes} bytes of it are"
+        if pack.directory is not None:
             raise SaveError(
-                f"{store.url}: nothing was committed, because a rank has written {pack.name} ({pack.num_bytes} bytes), "
-                f"and {found_text} in the store of the rank that commits: save again if the file was pruned during the "
-                "save; or save to a store that all ranks share, unlike a disk of each machine or 'memory://'"
+                f"{store.url}: nothing was committed, because it needs the transforms in {pack.name} "
+                f"({pack.num_bytes} bytes), and {found_text} in {directories[pack.directory].url}: save again; if the "
+                "file was not pruned during the save, call tracker.forget() first, so that a baseline is saved"
             )
+        raise SaveError(
+            f"{store.url}: nothing was committed, because a rank has written {pack.name} ({pack.num_bytes} bytes), "
+            f"and {found_text} in the store of the rank that commits: save again if the file was pruned during the "
+            "save; or save to a store that all ranks share, unlike a disk of each machine or 'memory://'"
+        )
 
 
 def _no_check() -> None:

@@ -143,17 +143,32 @@ class Base:
 def transforms_of(parent: Checkpoint, store: Store) -> Mapping[str, StoredPart]:
     """Return the transforms and bases that a delta of ``parent`` in ``store`` need not store, by their digests.
 
+    Call it when a lease protects the parent. The parent's manifest is read again: a compaction may have replaced it
+    since it was read, and a prune may have removed files that only the old one names.
+
+    Raises:
+        StoreError: The store does not answer.
+    """
+    if not _parts_of(parent, store):
+        return {}
+    current = _intact_checkpoint(parent.ref)
+    return {} if current is None else _parts_of(current, store)
+
+
+def _parts_of(checkpoint: Checkpoint, store: Store) -> dict[str, StoredPart]:
+    """Return the transforms and bases that a checkpoint uses, as another one in the directory ``store`` names them.
+
     Those in other roots are left out. A prune there does not know which of a checkpoint's files are used here.
     """
     parts: dict[str, StoredPart] = {}
-    for entry in parent.manifest.tensors.values():
+    for entry in checkpoint.manifest.tensors.values():
         for shard in entry.shards:
             if shard.transform is None or not isinstance(shard.scheme, Transformed):
                 continue
             digests = (shard.scheme.digest, shard.scheme.basis)
             for digest, blob in zip(digests, shard.transform.blobs, strict=False):
-                pack = parent.manifest.packs[blob.pack]
-                directory = parent.store if pack.directory is None else parent.store.at(pack.directory)
+                pack = checkpoint.manifest.packs[blob.pack]
+                directory = checkpoint.store if pack.directory is None else checkpoint.store.at(pack.directory)
                 path = relative_path(store, directory.url)
                 if digest is not None and path is not None and pack.log is None and not is_in_other_root(path):
                     parts[digest] = StoredPart(replace(pack, directory=path), blob)
