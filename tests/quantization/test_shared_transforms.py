@@ -9,7 +9,14 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_cnr as cnr
-from tests.quantization.test_transformed_checkpoints import Run, assert_near, running, scheme_of
+from tests.quantization.test_transformed_checkpoints import (
+    NUM_ROWS,
+    Run,
+    assert_near,
+    basis_directory,
+    running,
+    scheme_of,
+)
 from tests.support.faults import act_before, causes
 from torchrec_cnr.storage.leases import Lease
 from torchrec_cnr.storage.store import Store
@@ -86,6 +93,26 @@ def test_a_parent_that_was_compacted_before_its_lease_is_read_again(
         assert_near(tmp_path / "2", run.table)
 
 
+def test_an_ancestor_that_was_compacted_before_the_lease_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If its transforms are not those of the parent, which has no rows here."""
+    with running(tmp_path) as run:
+        _two_saves(run)
+        run.save()
+
+        def act() -> None:
+            cnr.compact(tmp_path / "1", self_contained=True)
+            cnr.execute(cnr.plan_prune(tmp_path, cnr.Keep(last=1)))
+
+        _act_at_lease(monkeypatch, "2", act)
+        run.change(SOME_ROWS, 2)
+        delta = run.save()
+        assert not (tmp_path / "0").exists()
+        assert (delta.kind, _directories(delta)) == ("delta", {None, "../1"})
+        assert_near(tmp_path / "3", run.table)
+
+
 def test_no_commit_names_a_file_that_was_removed(tmp_path: Path) -> None:
     """A delta without the transforms of its rows could not be loaded. After forget(), a save needs none."""
     with running(tmp_path) as run:
@@ -111,3 +138,22 @@ def test_no_commit_names_a_file_that_was_removed(tmp_path: Path) -> None:
         assert (baseline.kind, _directories(baseline)) == ("baseline", {None})
         assert scheme_of(baseline).basis != basis
         assert_near(tmp_path / "4", run.table)
+
+
+# Tables that some deltas do not contain
+
+
+def test_a_table_that_changes_now_and_then_has_one_basis(tmp_path: Path) -> None:
+    """Also if the parent has no rows of it; and after a compaction, where its basis is in another file."""
+    with running(tmp_path) as run:
+        saved = []
+        for number in range(7):
+            if number % 2 == 0:
+                run.change(torch.arange(number, NUM_ROWS, 5), number)
+            saved.append(run.save())
+            if number == 4:
+                cnr.compact(tmp_path / "4", self_contained=True)
+        with_rows = [saved[number] for number in (2, 4, 6)]
+        assert [basis_directory(delta) for delta in with_rows] == ["../0", "../0", "../4"]
+        assert {scheme_of(delta).basis for delta in with_rows} == {scheme_of(saved[0]).basis}
+        assert_near(tmp_path / "6", run.table)

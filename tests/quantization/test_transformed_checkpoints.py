@@ -89,7 +89,8 @@ def scheme_of(checkpoint: cnr.Checkpoint) -> Transformed:
     return scheme
 
 
-def _basis_directory(checkpoint: cnr.Checkpoint) -> str | None:
+def basis_directory(checkpoint: cnr.Checkpoint) -> str | None:
+    """Return where the basis of the first shard is."""
     transform = checkpoint.manifest.tensors[FQN].shards[0].transform
     assert transform is not None
     assert transform.basis is not None
@@ -134,7 +135,7 @@ def test_a_basis_is_stored_once(tmp_path: Path) -> None:
             run.change(torch.arange(number, NUM_ROWS, 3), number)
             checkpoints.append(run.save())
         bases = [scheme_of(checkpoint).basis for checkpoint in checkpoints]
-        directories = [_basis_directory(checkpoint) for checkpoint in checkpoints]
+        directories = [basis_directory(checkpoint) for checkpoint in checkpoints]
         assert bases[0] == bases[1] == bases[2] == bases[3] != bases[4] == bases[5]
         assert directories == [None, *["../0"] * 3, None, "../4"]
         assert_near(tmp_path / "5", run.table)

@@ -34,10 +34,10 @@ _MAX_READ_WHOLE = 16  # checkpoints; every save reads all manifests of a shorter
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A transform or basis of rows that the chain of the parent has, so that a delta need not store it.
+    """A transform or basis that the parent or an ancestor of it uses, so that a delta need not store it.
 
     Attributes:
-        pack: Its data file; the directory is relative to the new checkpoint's.
+        pack: Its data file, in any older checkpoint of the root; the directory is relative to the new checkpoint's.
         blob: Its place in it.
     """
 
@@ -61,7 +61,7 @@ class Decision:
         head: The checkpoint that the modified rows of all ranks relate to, by full path; None if there is none.
         loadable_besides: Another checkpoint that may be loaded until this save commits, if sinks must preserve its
             rows.
-        transforms: The transforms and bases that the parent uses, by their digests in hexadecimal.
+        transforms: The transforms and bases that need not be stored, by their digests in hexadecimal.
     """
 
     save_id: str
@@ -131,28 +131,40 @@ class Base:
 
     Attributes:
         since: What its rows were modified since.
-        parent: The parent.
+        chain: The checkpoints of the parent's chain that were read, oldest first; the parent last.
         history: History of the chain that the save extends.
     """
 
     since: Since
-    parent: Checkpoint
+    chain: tuple[Checkpoint, ...]
     history: History
 
+    @property
+    def parent(self) -> Checkpoint:
+        """The parent."""
+        return self.chain[-1]
 
-def transforms_of(parent: Checkpoint, store: Store) -> Mapping[str, StoredPart]:
-    """Return the transforms and bases that a delta of ``parent`` in ``store`` need not store, by their digests.
 
-    Call it when a lease protects the parent. The parent's manifest is read again: a compaction may have replaced it
-    since it was read, and a prune may have removed files that only the old one names.
+def transforms_of(base: Base, store: Store) -> Mapping[str, StoredPart]:
+    """Return the transforms and bases that a delta in ``store`` need not store, by their digests in hexadecimal.
+
+    An ancestor counts if it was read to choose the base. In a long chain, most saves do not read most ancestors.
+
+    Call it when a lease protects the parent. Manifests that name transforms are then read again: a compaction may have
+    replaced them since they were read, and a prune may have removed files that only the old ones name. A manifest whose
+    transforms newer ones name, too, is not needed.
 
     Raises:
         StoreError: The store does not answer.
     """
-    if not _parts_of(parent, store):
-        return {}
-    current = _intact_checkpoint(parent.ref)
-    return {} if current is None else _parts_of(current, store)
+    parts: dict[str, StoredPart] = {}
+    for checkpoint in reversed(base.chain):
+        if _parts_of(checkpoint, store).keys() <= parts.keys():
+            continue
+        current = _intact_checkpoint(checkpoint.ref)
+        if current is not None:
+            parts = {**_parts_of(current, store), **parts}
+    return parts
 
 
 def _parts_of(checkpoint: Checkpoint, store: Store) -> dict[str, StoredPart]:
@@ -220,7 +232,8 @@ def choose_base(
             head.ref.path,
         )
         return None
-    newest, history = head_and_history
+    chain, history = head_and_history
+    newest = chain[-1]
     since = policy.decide(history)
     if since is Since.EVER:
         logger.info("the policy %r begins a new chain: this save is a baseline", policy)
@@ -239,7 +252,7 @@ def choose_base(
     if relative_path(store, parent.store.url) is None:
         logger.info("no relative path leads to %s from %s: this save is a baseline", parent.store.url, store.url)
         return None
-    return Base(since, parent, history)
+    return Base(since, chain if parent is newest else (parent,), history)
 
 
 def _packs_needed(row_log: RowLog, head: Head, newest: Checkpoint, parent: Checkpoint) -> list[Pack]:
@@ -272,8 +285,8 @@ def _continues(fqn: str, tensor: RowTensor, metadata: Metadata, parent: Manifest
     return isinstance(entry, TensorStorageMetadata) and old_entry is not None and tuple(entry.size) == old_entry.size
 
 
-def _intact_head(head: Head) -> tuple[Checkpoint, History] | None:
-    """Return the latest checkpoint and the history of its chain, if all of it exists and is unchanged.
+def _intact_head(head: Head) -> tuple[tuple[Checkpoint, ...], History] | None:
+    """Return the chain of the latest checkpoint, as far as it is read, and its history; None if any of it is lost.
 
     To limit requests, only one of every ``_MAX_READ_WHOLE`` saves reads all manifests of a long chain. The others read
     the manifests of the latest checkpoint and of the baseline, and list the root to see that no directory was removed.
@@ -283,13 +296,15 @@ def _intact_head(head: Head) -> tuple[Checkpoint, History] | None:
         return None
     length = len(head.lineage)
     is_long = length > _MAX_READ_WHOLE and length % _MAX_READ_WHOLE != 0
-    if is_long and not newest.is_compacted and _are_there(newest.store.at(".."), head.lineage):
-        return newest, head.history
+    if is_long and not newest.is_compacted:
+        baseline = _intact_baseline(newest.store.at(".."), head.lineage)
+        if baseline is not None:
+            return (baseline, newest), head.history
     try:
         lineage = read_lineage(newest.store)
     except LoadError:
         return None
-    return (lineage.newest, _history(head, lineage)) if _has_directories(lineage) else None
+    return (lineage.checkpoints, _history(head, lineage)) if _has_directories(lineage) else None
 
 
 def _has_directories(lineage: Lineage) -> bool:
@@ -304,13 +319,13 @@ def _has_directories(lineage: Lineage) -> bool:
     return all(posixpath.basename(url) in names[posixpath.dirname(url)] for url in directories)
 
 
-def _are_there(root: Store, lineage: Sequence[CheckpointRef]) -> bool:
-    """Return whether the baseline is there with all that it uses, and the directory of each checkpoint of the chain."""
+def _intact_baseline(root: Store, lineage: Sequence[CheckpointRef]) -> Checkpoint | None:
+    """Return the baseline if it is there with all that it uses, and the directory of each checkpoint of the chain."""
     root_urls = {root.at(name).url for name in root.names()}
     roots_path = posixpath.dirname(lineage[-1].path)
     paths_in_root = {ref.path for ref in lineage if posixpath.dirname(ref.path) == roots_path}
     baseline = _intact_checkpoint(lineage[0]) if paths_in_root <= root_urls else None
-    return baseline is not None and _has_directories(Lineage((baseline,)))
+    return baseline if baseline is not None and _has_directories(Lineage((baseline,))) else None
 
 
 def _history(head: Head, lineage: Lineage) -> History:

@@ -226,7 +226,7 @@ class PlannedSave(DefaultSavePlanner):
                 parent=base.parent.ref,
                 history=base.history,
                 whole=whole_keys,
-                transforms=transforms_of(base.parent, store) if store is not None else {},
+                transforms=transforms_of(base, store) if store is not None else {},
             )
         refuse_missing_rows(decision, ranks_of, data)
         metadata = SaveMetadata(metadata.state_dict_metadata, planner_data=metadata.planner_data, decision=decision)
