@@ -18,6 +18,8 @@ from tests.quantization.test_transformed_checkpoints import (
     scheme_of,
 )
 from tests.support.faults import act_before, causes
+from torchrec_cnr.format.manifest import History
+from torchrec_cnr.saving.plug_in_messages import CommittedSize
 from torchrec_cnr.storage.leases import Lease
 from torchrec_cnr.storage.store import Store
 
@@ -157,3 +159,24 @@ def test_a_table_that_changes_now_and_then_has_one_basis(tmp_path: Path) -> None
         assert [basis_directory(delta) for delta in with_rows] == ["../0", "../0", "../4"]
         assert {scheme_of(delta).basis for delta in with_rows} == {scheme_of(saved[0]).basis}
         assert_near(tmp_path / "6", run.table)
+
+
+# What counts as written
+
+
+def test_shared_files_count_where_they_were_written(tmp_path: Path) -> None:
+    """In the size of a save, and in the history from which policies decide, also after a compaction of an ancestor."""
+    with running(tmp_path) as run:
+        written = []
+        for number in range(5):
+            if number:
+                run.change(SOME_ROWS, number)
+            delta = run.save()
+            size = CommittedSize.of(delta.committed, delta.manifest_bytes)
+            assert size.num_bytes == sum(file.stat().st_size for file in (tmp_path / str(number)).iterdir())
+            written.append(size.num_bytes - delta.manifest_bytes)
+        assert delta.manifest.history == History(written[0], tuple(written[1:]))
+        merged = cnr.compact(tmp_path / "2")
+        run.change(SOME_ROWS, 5)
+        delta = run.save()
+        assert delta.manifest.history == History(merged.manifest.blob_bytes, (*written[3:], delta.manifest.pack_bytes))

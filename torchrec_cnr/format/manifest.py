@@ -5,7 +5,7 @@ each field.
 A pack whose rows are in a Kafka topic differs from other packs only by its place in the topic (``LogRange``).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -85,6 +85,14 @@ class Pack:
     def is_own_file(self) -> bool:
         """Return whether it is a file in the checkpoint's own directory."""
         return self.directory is None and self.log is None
+
+
+def own_bytes(packs: Iterable[Pack]) -> int:
+    """Return the bytes of the data files that a save wrote, to the checkpoint's directory and to a Kafka topic.
+
+    Files in the directories of older checkpoints are not counted, although the checkpoint uses their transforms.
+    """
+    return sum(pack.num_bytes for pack in packs if pack.directory is None)
 
 
 @dataclass(frozen=True)

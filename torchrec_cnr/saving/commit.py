@@ -27,6 +27,7 @@ from torchrec_cnr.format.manifest import (
     Renumbering,
     Shard,
     TensorEntry,
+    own_bytes,
 )
 from torchrec_cnr.format.row_sets import Blob
 from torchrec_cnr.gc_pause import paused_gc
@@ -210,7 +211,7 @@ def file_of(
         save_id=save_id,
         parent=_parent(store, decision),
         policy=decision.policy,
-        history=_extended(decision.history, sum(pack.num_bytes for pack in contents.packs if pack.directory is None)),
+        history=_extended(decision.history, own_bytes(contents.packs)),
         num_restores=decision.num_restores,
         world_size=len(contents.phases),
         writer=f"torchrec_cnr {__version__}",

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlan
 
 from torchrec_cnr.errors import ConfigurationError, LoadError, SaveError
-from torchrec_cnr.format.manifest import CheckpointRef, History, Manifest, Pack
+from torchrec_cnr.format.manifest import CheckpointRef, History, Manifest, Pack, own_bytes
 from torchrec_cnr.format.row_sets import Blob
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Head, Lineage, read_checkpoint, read_lineage, relative_path
 from torchrec_cnr.lineage.other_roots import is_in_other_root
@@ -335,7 +335,7 @@ def _history(head: Head, lineage: Lineage) -> History:
     if folded_index is None:
         return head.history
     history = links[folded_index].manifest.history
-    later_bytes = [sum(pack.num_bytes for pack in link.manifest.packs) for link in links[folded_index + 1 :]]
+    later_bytes = [own_bytes(link.manifest.packs) for link in links[folded_index + 1 :]]
     return History(history.baseline_bytes, (*history.delta_bytes, *later_bytes))
 
 

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeo
 
 from torchrec_cnr.errors import ConfigurationError, SaveError, StoreError
 from torchrec_cnr.format.boxes import Box
-from torchrec_cnr.format.manifest import CheckpointKind, Manifest
+from torchrec_cnr.format.manifest import CheckpointKind, Manifest, own_bytes
 from torchrec_cnr.lineage.checkpoint import Checkpoint
 from torchrec_cnr.lineage.journal import is_pruned
 from torchrec_cnr.progress import SavePhases
@@ -298,9 +298,8 @@ class CommittedSize:
 
     @staticmethod
     def of(manifest: Manifest, manifest_bytes: int) -> "CommittedSize":
-        """Return the size of a checkpoint as it was committed, when all data files are its own."""
-        num_bytes = sum(pack.num_bytes for pack in manifest.packs) + manifest_bytes
-        return CommittedSize(manifest.kind, num_bytes, manifest.num_rows)
+        """Return the size of a checkpoint as it was committed."""
+        return CommittedSize(manifest.kind, own_bytes(manifest.packs) + manifest_bytes, manifest.num_rows)
 
 
 @dataclass
