@@ -136,6 +136,11 @@ class Shard:
     transform: StoredTransform | None = None
 
     @property
+    def transform_blobs(self) -> tuple[Blob, ...]:
+        """The blobs of its transform, which other shards may share; none without a transform."""
+        return () if self.transform is None else self.transform.blobs
+
+    @property
     def is_whole(self) -> bool:
         """Return whether every row of the box is stored."""
         return self.box.num_cols == 0 or (
@@ -356,8 +361,7 @@ class Manifest:
         yielded: set[Blob] = set()  # shards may share transforms, and row sets blobs
         for fqn, entry in self.tensors.items():
             for index, shard in enumerate(entry.shards):
-                blobs = () if shard.transform is None else shard.transform.blobs
-                for what, blob in zip(("transform", "basis"), blobs, strict=False):
+                for what, blob in zip(("transform", "basis"), shard.transform_blobs, strict=False):
                     if blob not in yielded:
                         yielded.add(blob)
                         yield f"{what} of {name_of(fqn, entry, index)}", blob
@@ -373,7 +377,7 @@ class Manifest:
         """Return every blob once, without names, which is faster."""
         shards = [shard for entry in self.tensors.values() for shard in entry.shards]
         codes = [blob for shard in shards for blob in shard.blobs]
-        transforms = dict.fromkeys(blob for shard in shards if shard.transform for blob in shard.transform.blobs)
+        transforms = dict.fromkeys(blob for shard in shards for blob in shard.transform_blobs)
         row_codes = [block.blob for rows in self.row_sets for block in rows.blocks if block.blob is not None]
         return [*codes, *transforms, *dict.fromkeys(row_codes), *self.objects.values()]
 

@@ -66,12 +66,13 @@ def all_restore_bytes(catalog: Catalog) -> Mapping[str, int | None]:
 
 
 def tensor_bytes(manifest: Manifest) -> dict[str, int]:
-    """Return the bytes of each tensor's blobs and row numbers. Shared row numbers count for the first tensor only."""
+    """Return the bytes of each tensor's blobs and row numbers. Shared blobs count for the first tensor only."""
     counted: set[Blob] = set()
     bytes_by_fqn = {}
     for fqn, entry in manifest.tensors.items():
-        number_blobs = {block.blob for shard in entry.shards for block in shard.rows.blocks if block.blob is not None}
+        shared_blobs = {block.blob for shard in entry.shards for block in shard.rows.blocks if block.blob is not None}
+        shared_blobs.update(blob for shard in entry.shards for blob in shard.transform_blobs)
         row_bytes = sum(blob.num_bytes for shard in entry.shards for blob in shard.blobs)
-        bytes_by_fqn[fqn] = row_bytes + sum(blob.num_bytes for blob in number_blobs - counted)
-        counted |= number_blobs
+        bytes_by_fqn[fqn] = row_bytes + sum(blob.num_bytes for blob in shared_blobs - counted)
+        counted |= shared_blobs
     return bytes_by_fqn

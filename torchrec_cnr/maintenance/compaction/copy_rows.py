@@ -23,7 +23,14 @@ from torchrec_cnr.format.blob_bytes import Bytes, Positions, exact_rows, with_ex
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import DTYPES, Pack, Shard, TensorEntry
 from torchrec_cnr.format.row_sets import Blob, RowNumbers, UnplacedBlob, UnplacedRowBlock, encode_row_numbers
-from torchrec_cnr.maintenance.compaction.live_rows import LiveRows, Piece, live_rows, pieces_of, windows
+from torchrec_cnr.maintenance.compaction.live_rows import (
+    LiveRows,
+    Piece,
+    live_rows,
+    live_transforms,
+    pieces_of,
+    windows,
+)
 from torchrec_cnr.maintenance.compaction.plan import CompactionPlan
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.quantization import NoQuantization, Scheme, Transformed
@@ -328,7 +335,7 @@ class Copying:
         return Copied(blobs, {fqn: self._new_shards(fqn, entry) for fqn, entry in folded.items()})
 
     def _copy_blobs(self) -> dict[Blob, UnplacedBlob]:
-        """Copy whole blobs of rewritten files: tensors that are not merged, objects, and row numbers of other blobs."""
+        """Copy whole blobs of rewritten files: objects, tensors that are not merged, row numbers and transforms."""
         blobs_by_key: dict[str, tuple[Blob, RowLayout | None]] = {}
         for fqn, blob in self._plan.merged.objects.items():
             blobs_by_key[f"object '{fqn}'"] = (blob, None)
@@ -339,9 +346,8 @@ class Copying:
                     blobs_by_key[piece.key] = (piece.blob, layout)
                 elif piece.rows.blob is not None and self._plan.stays(piece):
                     blobs_by_key[f"rows of {piece.key}"] = (piece.rows.blob, None)
-                transform = entry.shards[piece.shard].transform
-                for number, blob in enumerate(() if transform is None else transform.blobs):
-                    blobs_by_key[f"transform of {piece.key}: {number}"] = (blob, None)
+        for blob, name in live_transforms(self._plan.merged, self._plan.num_live).items():
+            blobs_by_key[name] = (blob, None)
         keys = {blob: key for key, (blob, _) in blobs_by_key.items() if blob.pack in self._plan.rewritten}
         copied = {}
         for key, data in self._reader.read((key, blob) for blob, key in keys.items()):
@@ -353,7 +359,7 @@ class Copying:
     def _new_shards(self, fqn: str, entry: TensorEntry) -> Sequence[NewShard]:
         """Copy the live rows of a merged tensor from rewritten files into new shards."""
         pieces, cache = pieces_of(fqn, entry), BlobCache(self._reader)
-        targets = self._taken(fqn, entry, [piece for piece in pieces if piece.blob.pack in self._plan.rewritten])
+        targets = self._taken(fqn, entry, [piece for piece in pieces if self._plan.moves(piece)])
         new_shards = list(dict.fromkeys(targets.values()))
         num_parts = len({shard.box.offsets[1:] for shard in new_shards})  # of a row, if shards divide the columns
         for window in windows(self._plan.merged.row_space(entry), num_parts) if new_shards else ():
@@ -407,7 +413,7 @@ class Copying:
         if shard.transform is None or not isinstance(shard.scheme, Transformed):
             return shard.scheme
         key = f"transform of tensor '{fqn}' region {list(shard.box.offsets)}"
-        blobs = {f"{key}: {number}": blob for number, blob in enumerate(shard.transform.blobs)}
+        blobs = {f"{key}: {number}": blob for number, blob in enumerate(shard.transform_blobs)}
         stored = {name: data.tobytes() for name, data in self._reader.read(blobs.items())}
         in_order = [stored[name] for name in blobs]
         return known_scheme(shard.scheme, in_order, shard.box.num_cols, f"{self._where}: {key}")

@@ -266,10 +266,23 @@ def survey(
     return num_live, frozenset(partly_dead)
 
 
+def live_transforms(merged: MergedChain, num_live: Mapping[str, int]) -> dict[Blob, str]:
+    """Return the blobs of the transforms that live rows have, each once, with a name for messages."""
+    names: dict[Blob, str] = {}
+    for fqn, entry in merged.tensors.items():
+        if all(shard.transform is None for shard in entry.shards):
+            continue
+        for piece in pieces_of(fqn, entry):
+            if num_live.get(piece.key, piece.rows.num_rows) > 0:
+                for number, blob in enumerate(entry.shards[piece.shard].transform_blobs):
+                    names.setdefault(blob, f"transform of {piece.key}: {number}")
+    return names
+
+
 def uses_of(merged: MergedChain, num_live: Mapping[str, int]) -> tuple[PackUse, ...]:
     """Return how much of each data file of ``merged`` is live, from the counts of :func:`survey`."""
     live_bytes = [float(pack.header_bytes) for pack in merged.packs]
-    for blob in merged.objects.values():
+    for blob in (*merged.objects.values(), *live_transforms(merged, num_live)):
         live_bytes[blob.pack] += blob.num_bytes
     row_shares: dict[RowBlock, float] = {}  # of row numbers: live if a table or its state needs them
     for fqn, entry in merged.tensors.items():

@@ -108,6 +108,10 @@ class CompactionPlan:
         """Return whether the new manifest uses a piece in its present file: it has live rows and is not moved."""
         return self.num_live[piece.key] > 0 and piece.blob.pack not in self.rewritten
 
+    def moves(self, piece: Piece) -> bool:
+        """Return whether the live rows of a piece are copied to new files."""
+        return self.num_live[piece.key] > 0 and piece.blob.pack in self.rewritten
+
     @cached_property
     def _interval_ns(self) -> int:
         """Return the time between the two newest sets of rows, in nanoseconds."""

@@ -68,7 +68,7 @@ def _is_whole(manifest: Manifest, name: str) -> bool:
 def _named_blobs(manifest: Manifest) -> Iterator[tuple[str, Blob]]:
     for fqn, entry in manifest.tensors.items():
         for shard in entry.shards:
-            yield from ((fqn, blob) for blob in shard.blobs)
+            yield from ((fqn, blob) for blob in (*shard.blobs, *shard.transform_blobs))
             yield from ((fqn, block.blob) for block in shard.rows.blocks if block.blob is not None)
     yield from manifest.objects.items()
 

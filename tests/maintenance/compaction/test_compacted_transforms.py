@@ -1,0 +1,83 @@
+"""Compactions of transform-coded rows copy the transforms that live rows have, once, and say so in their plans."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchrec_cnr as cnr
+from tests.quantization.test_transformed_checkpoints import FQN, NUM_ROWS, Run, assert_near, running, scheme_of
+from tests.support import models
+from tests.support.faults import flip_middle
+from torchrec_cnr.lineage.checkpoint import read_lineage
+from torchrec_cnr.maintenance.catalog import read_catalog
+from torchrec_cnr.maintenance.restore_bytes import restore_bytes, tensor_bytes
+from torchrec_cnr.maintenance.verification.impact import unrestorable
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+
+def _save_deltas(run: Run, num_deltas: int) -> None:
+    run.save()
+    for number in range(1, num_deltas + 1):
+        run.change(torch.arange(300) + 100 * number, number)
+        run.save()
+
+
+@pytest.mark.parametrize("self_contained", [False, True])
+@pytest.mark.parametrize("max_ratio", [1.0, 1.16])
+def test_a_second_compaction_has_nothing_to_do(tmp_path: Path, max_ratio: float, self_contained: bool) -> None:
+    """Files of transforms are rewritten only if they must be, and sizes are about as planned."""
+    with running(tmp_path) as run:
+        _save_deltas(run, 3)
+        plan = cnr.plan_compaction(tmp_path / "3", max_ratio=max_ratio, self_contained=self_contained)
+        merged = cnr.compact(tmp_path / "3", max_ratio=max_ratio, self_contained=self_contained).manifest
+        assert sum(pack.num_bytes for pack in merged.packs) == pytest.approx(plan.bytes_after, rel=0.1)
+        assert sum(blob.num_bytes for _, blob in merged.blobs()) == pytest.approx(plan.live_bytes, rel=0.1)
+        again = cnr.plan_compaction(tmp_path / "3", max_ratio=1.01 * max_ratio, self_contained=self_contained)
+        assert not again.is_needed
+        assert again.bytes_before == sum(pack.num_bytes for pack in merged.packs)
+        assert_near(tmp_path / "3", run.table)
+
+
+def test_transforms_without_live_rows_are_not_copied(tmp_path: Path) -> None:
+    """A process that resumes learns other ones. If all rows were stored since, those of the baseline are dead."""
+    with running(tmp_path) as run:
+        old = scheme_of(run.save())
+        run.writer = models.writer(tmp_path / "0", quantization={"*": cnr.TransformCoded()})
+        for number in range(2):
+            run.change(torch.arange(number, NUM_ROWS, 2), number)
+            run.save()
+        plan = cnr.plan_compaction(tmp_path / "2", max_ratio=1.0)
+        dead = [use.pack for use in plan.uses if use.moved_bytes == 0]
+        assert {pack.directory for pack in dead} == {"../0"}
+        merged = cnr.compact(tmp_path / "2", max_ratio=1.0, self_contained=True).manifest
+        assert old not in {shard.scheme for shard in merged.tensors[FQN].shards}
+        assert {file.name for file in (tmp_path / "2").glob("*.safetensors")} == {pack.name for pack in merged.packs}
+        needed_bytes = merged.blob_bytes + sum(pack.header_bytes for pack in merged.packs)
+        assert merged.pack_bytes == needed_bytes
+        assert_near(tmp_path / "2", run.table)
+
+
+def test_a_restore_reads_transforms(tmp_path: Path) -> None:
+    """Each manifest's once."""
+    with running(tmp_path) as run:
+        _save_deltas(run, 2)
+        checkpoints = [cnr.read_checkpoint(tmp_path / str(number)) for number in range(3)]
+        for checkpoint in checkpoints:
+            assert sum(tensor_bytes(checkpoint.manifest).values()) == checkpoint.manifest.blob_bytes
+        wanted = sum(checkpoint.manifest_bytes + checkpoint.manifest.blob_bytes for checkpoint in checkpoints)
+        assert restore_bytes(read_lineage(tmp_path / "2")) == wanted
+
+
+def test_checkpoints_without_their_transforms_cannot_be_restored(tmp_path: Path) -> None:
+    """Verify finds all of them by one corrupt file."""
+    with running(tmp_path) as run:
+        _save_deltas(run, 2)
+        run.planner = cnr.CNRSavePlanner(run.tracker, policy=cnr.Full())
+        run.save()
+        (basis,) = (file for file in (tmp_path / "0").glob("*.safetensors") if 4_000 < file.stat().st_size < 6_000)
+        flip_middle(basis)
+        problems = cnr.verify(tmp_path / "2").problems
+        wanted = {"0": True, "1": True, "2": True, "3": False}
+        assert unrestorable(read_catalog(tmp_path), problems) == wanted
