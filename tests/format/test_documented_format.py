@@ -29,7 +29,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import torchrec_cnr as cnr
 from tests.format.test_manifest import DELETE, REPEAT, VALUES, changed, file_of, nodes
-from tests.golden import copy_of, log, mixed, reader, split, transformed, write
+from tests.golden import copy_of, log, mixed, reader, refusals, split, transformed, write
+from tests.golden.edits import body_of, edit, patch
 from tests.golden.replacement import replace_manifest, used_packs
 from tests.golden.state import EXP_AVG, MOMENTUM, T0, T2, T4, T8, TABLES
 from torchrec_cnr.format import manifest_json, row_sets
@@ -109,12 +110,12 @@ def _by_reader(folder: Path) -> dict[str, Any]:
 
 def test_reader_knows_nothing_of_the_library() -> None:
     """The reader imports neither the library nor torch: it stands for one in another language."""
-    nodes_of_both = [
-        node for part in (reader, transformed) for node in ast.walk(ast.parse(Path(part.__file__).read_text()))
-    ]
-    names = {alias.name for node in nodes_of_both if isinstance(node, ast.Import) for alias in node.names}
-    froms = {(str(n.module), alias.name) for n in nodes_of_both if isinstance(n, ast.ImportFrom) for alias in n.names}
-    names |= {module for module, _ in froms - {("tests.golden", "transformed")}}
+    parts = (reader, transformed, refusals)
+    found = [node for part in parts for node in ast.walk(ast.parse(Path(part.__file__).read_text()))]
+    names = {alias.name for node in found if isinstance(node, ast.Import) for alias in node.names}
+    froms = {f"{n.module}.{alias.name}" for n in found if isinstance(n, ast.ImportFrom) for alias in n.names}
+    own = tuple(f"{part.__name__}." for part in parts)
+    names |= {name for name in froms if not f"{name}.".startswith(own)}
     assert {name.split(".")[0] for name in names} - set(sys.stdlib_module_names) == {"numpy", "zstandard"}
 
 
@@ -661,31 +662,6 @@ def test_replacements_are_not_passed_over(replaced: Path, file: Path) -> None:
 # Contradictions behind right digests
 
 
-def _edit(folder: Path, step: str, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the body of a manifest, and renew its digest and those by which its children name it."""
-    path = folder / step / "manifest.json"
-    old, body = json.loads(path.read_text()).values()
-    change(body)
-    data = file_of(body)
-    path.write_bytes(data)
-    for child in folder.glob("step-*"):
-        if old in (child / "manifest.json").read_text() and child.name != step:
-            _edit(folder, child.name, lambda body: body["parent"].update(sha256=json.loads(data)["sha256"]))
-
-
-def _patch(folder: Path, step: str, blob: list[int], at: int, new: bytes) -> None:
-    """Overwrite bytes of a blob, and renew its digest."""
-    _, body = json.loads((folder / step / "manifest.json").read_text()).values()
-    file = folder / step / body["packs"][blob[0]][1]
-    data = bytearray(file.read_bytes())
-    assert data[blob[1] + at : blob[1] + at + len(new)] != new
-    data[blob[1] + at : blob[1] + at + len(new)] = new
-    file.write_bytes(data)
-    crc = reader.crc32c(bytes(data[blob[1] : blob[1] + blob[2]]))
-    text = json.dumps(body).replace(json.dumps(blob), json.dumps([*blob[:3], crc]))
-    _edit(folder, step, lambda body: body.update(json.loads(text)))
-
-
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
     """A copy of the golden checkpoints before the first that was replaced."""
@@ -695,16 +671,15 @@ def copied(tmp_path: Path) -> Path:
 
 
 def _blob(step: str, fqn: str, shard: int, number: int) -> list[int]:
-    body = json.loads((GOLDEN / step / "manifest.json").read_text())["manifest"]
-    blob: list[int] = body["tensors"][fqn]["shards"][shard][3][number]
+    blob: list[int] = body_of(GOLDEN, step)["tensors"][fqn]["shards"][shard][3][number]
     return blob
 
 
 def test_edited_checkpoints_load(copied: Path) -> None:
     """The tools that the tests below damage checkpoints with leave a good one good."""
-    _edit(copied, "step-1", lambda body: body.update(writer="somebody else"))
+    edit(copied, "step-1", lambda body: body.update(writer="somebody else"))
     blob = _blob("step-1", "tiny.u8", 0, 0)
-    _patch(copied, "step-1", blob, 0, b"\7")
+    patch(copied, "step-1", blob, 0, b"\7")
     assert reader.read(copied / "step-1").tensors["tiny.u8"][2] == b"\7\1"
     assert _loaded(_load(copied / "step-3", _target("step-3"))) == EXPECTED["step-3"]
 
@@ -716,9 +691,9 @@ def test_exact_rows_out_of_place_are_refused(tmp_path: Path, positions: list[int
     values[0, 0] = values[2, 1] = float("nan")
     writer = cnr.CNRStorageWriter(tmp_path / "step-1", quantization={"*": cnr.Asymmetric(8)}, sync_files=False)
     save({"t": values}, storage_writer=writer, no_dist=True)
-    body = json.loads((tmp_path / "step-1" / "manifest.json").read_text())["manifest"]
+    body = body_of(tmp_path, "step-1")
     ((blob,),) = (shard[3] for shard in body["tensors"]["t"]["shards"])
-    _patch(tmp_path, "step-1", blob, 3 * 84, np.array(positions, "<u4").tobytes())
+    patch(tmp_path, "step-1", blob, 3 * 84, np.array(positions, "<u4").tobytes())
     target = {"t": torch.zeros(3, 80)}
     if positions == [1, 2]:
         loaded = _load(tmp_path / "step-1", target)["t"]
@@ -750,7 +725,7 @@ def test_blobs_that_are_longer_or_shorter_are_refused(tmp_path: Path, scheme: cn
         pack[2] += num_more
         shard[3][0][2:] = [len(data), reader.crc32c(data)]
 
-    _edit(tmp_path, "step-1", resize)
+    edit(tmp_path, "step-1", resize)
     might_be_split = num_more < 0 and scheme.tail_bytes(11, torch.float32) > 0
     with pytest.raises(reader.Refused, match="frame" if might_be_split else "another size|too small"):
         reader.read(tmp_path / "step-1")
@@ -760,7 +735,7 @@ def test_blobs_that_are_longer_or_shorter_are_refused(tmp_path: Path, scheme: cn
 
 def test_bytes_that_are_no_bools_are_refused(copied: Path) -> None:
     """A bool is 0 or 1: any other byte would be a third truth value in memory."""
-    _patch(copied, "step-1", _blob("step-1", "dense.mask", 0, 0), 1, b"\2")
+    patch(copied, "step-1", _blob("step-1", "dense.mask", 0, 0), 1, b"\2")
     _refuses(copied, "step-1")
 
 
@@ -774,7 +749,7 @@ def test_bytes_that_are_no_bools_are_refused(copied: Path) -> None:
 )
 def test_tensor_that_changes_along_a_lineage_is_refused(copied: Path, fqn: str, change: dict[str, Any]) -> None:
     """A delta's rows are rows of the parent's tensor: if that is another one, nothing fits."""
-    _edit(copied, "step-2", lambda body: body["tensors"][fqn].update(change))
+    edit(copied, "step-2", lambda body: body["tensors"][fqn].update(change))
     with pytest.raises(reader.Refused, match="in a parent"):
         reader.read(copied / "step-2")
     target = _target("step-2")
@@ -786,7 +761,7 @@ def test_tensor_that_changes_along_a_lineage_is_refused(copied: Path, fqn: str, 
 def test_tensor_that_the_parent_lacks_is_refused(copied: Path) -> None:
     """A delta of a tensor that its parent does not have cannot be laid over anything."""
     names = {T2: "new"}
-    _edit(
+    edit(
         copied,
         "step-2",
         lambda body: body.update(tensors={names.get(fqn, fqn): entry for fqn, entry in body["tensors"].items()}),
@@ -801,7 +776,7 @@ def test_tensor_that_the_parent_lacks_is_refused(copied: Path) -> None:
 
 def test_state_of_no_rows_may_lie_anywhere(copied: Path) -> None:
     """A rank without rows has no place in the table, and nothing is read for it."""
-    _edit(copied, "step-2", lambda body: body["tensors"][MOMENTUM]["shards"][2].__setitem__(0, [[9], [0]]))
+    edit(copied, "step-2", lambda body: body["tensors"][MOMENTUM]["shards"][2].__setitem__(0, [[9], [0]]))
     expected = _by_reader(copied / "step-2")
     target = {fqn: torch.zeros(e["size"], dtype=getattr(torch, e["dtype"])) for fqn, e in expected.items()}
     assert _loaded(_load(copied / "step-2", target, DefaultLoadPlanner))["tensors"] == expected
@@ -814,7 +789,7 @@ def test_nothing_may_be_of_any_size(copied: Path) -> None:
         body["tensors"]["dense.none"]["size"] = [0, 1 << 62]
         body["tensors"]["dense.none"]["shards"][0][0] = [[0, 0], [0, 1 << 62]]
 
-    _edit(copied, "step-2", change)
+    edit(copied, "step-2", change)
     expected = _by_reader(copied / "step-2")
     target = {fqn: torch.zeros(e["size"], dtype=getattr(torch, e["dtype"])) for fqn, e in expected.items()}
     assert _loaded(_load(copied / "step-2", target, DefaultLoadPlanner))["tensors"] == expected

@@ -1,7 +1,7 @@
 """A reader of checkpoints, written from docs/reference/format.md alone: the page is enough, the library follows it.
 
-It knows nothing of the library, nor does ``transformed``, which it uses. It reads whole states into memory and refuses
-whatever the page tells it to refuse; numbers in comments are the page's sections.
+It knows nothing of the library, nor do ``transformed`` and ``refusals``, which it uses. It reads whole states into
+memory and refuses whatever the page tells it to refuse; numbers in comments are the page's sections.
 """
 
 import base64
@@ -14,13 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import zstandard
 
 from tests.golden import transformed
+from tests.golden.refusals import Refused, check, refuse
 
 Array = npt.NDArray[Any]
 
@@ -59,23 +60,8 @@ DTYPES = {
 }
 
 
-class Refused(Exception):
-    """The checkpoint breaks a MUST."""
-
-
 class NewerVersion(Refused):
     """The checkpoint is of a newer version of the format."""
-
-
-def refuse(why: str) -> NoReturn:
-    """Raise."""
-    raise Refused(why)
-
-
-def check(holds: bool, why: str) -> None:
-    """Refuse what does not hold."""
-    if not holds:
-        refuse(why)
 
 
 # 1. Conventions
@@ -646,10 +632,15 @@ def decode_values(scheme: Scheme, cols: int, rows: int, data: bytes) -> Array:
         return codes.reshape(-1).view(dtype).reshape(rows, cols)
     with np.errstate(all="ignore"):
         values = from_float(decode_codes(scheme, cols, codes), scheme.dtype)
-    exact = num_exact(scheme, cols, rows, len(data))
-    positions = np.frombuffer(data, "<u4", exact, rows * row_bytes)
+    return with_exact(values, data[rows * row_bytes :], num_exact(scheme, cols, rows, len(data)), dtype)
+
+
+def with_exact(values: Array, data: bytes, exact: int, dtype: Any) -> Array:
+    """The rows of a blob, with those that are stored exactly in their places, from the bytes after its codes."""
+    rows, cols = values.shape
+    positions = np.frombuffer(data, "<u4", exact)
     check(all(a < b for a, b in pairwise(positions)) and bool((positions < rows).all()), "positions of exact rows")
-    values[positions] = np.frombuffer(data, np.uint8, offset=rows * row_bytes + 4 * exact).view(dtype).reshape(-1, cols)
+    values[positions] = np.frombuffer(data, np.uint8, offset=4 * exact).view(dtype).reshape(-1, cols)
     return values
 
 
@@ -659,18 +650,10 @@ def transformed_values(shard: Shard, checkpoint: "Checkpoint", rows: int, data: 
     assert stored is not None
     basis = None if stored.basis is None else checkpoint.bytes_of(stored.basis)
     content = unframed(checkpoint.bytes_of(stored.blob), 77 + 16 * cols)
-    try:
-        transform = transformed.Transform.of(content, basis, scheme.digest, scheme.basis, cols)
-        numbers, place = transformed.decode(data, rows, cols, transform)
-    except transformed.Refused as error:
-        refuse(str(error))
-    values = from_float(transform.rows(numbers), scheme.dtype)
+    transform = transformed.Transform.of(content, basis, scheme.digest, scheme.basis, cols)
+    numbers, place = transformed.decode(data, rows, cols, transform)
     check(len(data) == place + exact * (4 + cols * scheme.item_bytes), "another number of exact rows")
-    positions = np.frombuffer(data, "<u4", exact, place)
-    check(all(a < b for a, b in pairwise(positions)) and bool((positions < rows).all()), "positions of exact rows")
-    dtype = np.dtype(DTYPES[scheme.dtype])
-    values[positions] = np.frombuffer(data, np.uint8, offset=place + 4 * exact).view(dtype).reshape(-1, cols)
-    return values
+    return with_exact(from_float(transform.rows(numbers), scheme.dtype), data[place:], exact, DTYPES[scheme.dtype])
 
 
 def joined(tail_bytes: int, row_bytes: int, rows: int, data: bytes) -> bytes:
@@ -859,13 +842,14 @@ def _fold(lineage: Sequence[Checkpoint], fqn: str) -> Array:
     stored = np.zeros(folded.shape, bool)
     for checkpoint, tensor in links:
         for shard in tensor.shards:
-            for block, blob in zip(shard.row_set, shard.blobs, strict=False):  # no blobs without columns
+            nums_exact = [0] * len(shard.blobs) if shard.transform is None else shard.transform.num_exact
+            # A shard without columns has blocks of rows, but no blobs.
+            for block, blob, exact in zip(shard.row_set, shard.blobs, nums_exact, strict=False):
                 rows = checkpoint.rows_of(block)
                 data = checkpoint.bytes_of(blob)
                 if shard.transform is None:
                     values = decode_values(shard.scheme, shard.box.cols, len(rows), data)
                 else:
-                    exact = shard.transform.num_exact[shard.row_set.index(block)]
                     values = transformed_values(shard, checkpoint, len(rows), data, exact)
                 box = shard.place.table_box or shard.box
                 if folded.ndim == 0:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tests.golden.refusals import check
+
 Array = npt.NDArray[Any]
 STRIP_ROWS = 4096
 
@@ -40,16 +42,6 @@ def tables() -> tuple[Array, list[int]]:
         frequencies[number, 127] = 4096 - frequencies[number].sum()
         raw_bits.append(r)
     return frequencies, raw_bits
-
-
-class Refused(Exception):
-    """The bytes are not as the page says."""
-
-
-def check(holds: bool, why: str) -> None:
-    """Refuse what does not hold."""
-    if not holds:
-        raise Refused(why)
 
 
 @dataclass(frozen=True)
