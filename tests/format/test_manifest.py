@@ -40,6 +40,7 @@ Json = Any
 EXACT = NoQuantization()
 SCHEMES: list[Scheme] = [EXACT, Asymmetric(2), Asymmetric(4), Asymmetric(8), *mixed.SCHEMES]
 GOLDEN = Path(__file__).parents[1] / "golden" / "v1"
+TRANSFORMED = GOLDEN.parent / "v1_transformed"
 START_BYTES = 512  # of a manifest file, in which its time of commit lies
 
 
@@ -155,11 +156,18 @@ def body_of(manifest: Manifest) -> Json:
     return json.loads(manifest_json.dumps(manifest)[0])["manifest"]
 
 
+def _golden_body(pattern: str) -> Json:
+    (path,) = TRANSFORMED.glob(pattern)
+    return json.loads(path.read_text())["manifest"]
+
+
 BODIES: dict[str, Callable[[], Json]] = {
     "delta": lambda: body_of(delta(is_split=True)),
     "replacement": lambda: body_of(replacement()),
     "logged": lambda: body_of(logged(delta())),
     "logged replacement": lambda: body_of(logged(replacement(is_split=True))),
+    "transformed": lambda: _golden_body("step-2/manifest.json"),
+    "transformed replacement": lambda: _golden_body("step-4/manifest-*.json"),
 }
 
 
@@ -402,7 +410,7 @@ def _of_library(data: bytes) -> str:
     return _outcome(lambda data: manifest_json.loads(data, "here"), data)
 
 
-LONGEST = {(body, "tensors") for body in ("replacement", "logged", "logged replacement")}
+LONGEST = {(body, "tensors") for body in ("replacement", "logged", "logged replacement", "transformed replacement")}
 every_key = pytest.mark.parametrize(
     ("what", "key"),
     [

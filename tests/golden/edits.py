@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +28,48 @@ def edit(folder: Path, step: str, change: Callable[[dict[str, Any]], object]) ->
             edit(folder, child.name, lambda body: body["parent"].update(sha256=digest))
 
 
-def patch(folder: Path, step: str, blob: Sequence[int], at: int, new: bytes) -> None:
-    """Overwrite bytes of a blob, and renew its digest.
+def swap(folder: Path, step: str, blob: Sequence[int], data: bytes) -> None:
+    """Put other bytes in the place of a blob, which may be more or fewer, and renew its digest.
 
     Args:
         folder: The checkpoints.
         step: The name of the one with the blob.
         blob: Pack, offset, bytes and digest, as in the manifest.
-        at: The first byte of the blob that is overwritten.
-        new: What takes its place.
+        data: What takes its place. Blobs after it in its pack are moved.
     """
-    body = body_of(folder, step)
-    file = folder / step / body["packs"][blob[0]][1]
-    data = bytearray(file.read_bytes())
-    assert data[blob[1] + at : blob[1] + at + len(new)] != new
-    data[blob[1] + at : blob[1] + at + len(new)] = new
-    file.write_bytes(data)
-    crc = crc32c(bytes(data[blob[1] : blob[1] + blob[2]]))
-    text = json.dumps(body).replace(json.dumps(list(blob)), json.dumps([*blob[:3], crc]))
-    edit(folder, step, lambda body: body.update(json.loads(text)))
+    (number, offset, num_bytes, _), num_more = blob, len(data) - blob[2]
+
+    def change(body: dict[str, Any]) -> None:
+        pack = body["packs"][number]
+        pack[2] += num_more
+        for found in _blobs([body["row_sets"], body["tensors"], body["objects"]]):
+            if found == list(blob):
+                found[2:] = [len(data), crc32c(data)]
+            elif found[0] == number and found[1] > offset:
+                found[1] += num_more
+
+    file = folder / step / body_of(folder, step)["packs"][number][1]
+    old = file.read_bytes()
+    assert old[offset : offset + num_bytes] != data
+    file.write_bytes(old[:offset] + data + old[offset + num_bytes :])
+    edit(folder, step, change)
+
+
+def patch(folder: Path, step: str, blob: Sequence[int], at: int, new: bytes) -> None:
+    """Overwrite bytes of a blob, and renew its digest; see :func:`swap`."""
+    old = bytes_of(folder, step, blob)
+    swap(folder, step, blob, old[:at] + new + old[at + len(new) :])
+
+
+def bytes_of(folder: Path, step: str, blob: Sequence[int]) -> bytes:
+    """The bytes of a blob."""
+    file = folder / step / body_of(folder, step)["packs"][blob[0]][1]
+    return file.read_bytes()[blob[1] : blob[1] + blob[2]]
+
+
+def _blobs(value: Any) -> Iterator[list[int]]:
+    """All lists of four numbers."""
+    if isinstance(value, list) and len(value) == 4 and all(type(item) is int for item in value):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _blobs(inner)

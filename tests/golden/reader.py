@@ -478,15 +478,22 @@ class Manifest:
         blocks = shard.row_set if box.cols else []
         check(len(shard.blobs) == len(blocks), "blobs without rows")
         if shard.transform is not None:
-            check(len(shard.blobs) > 0 and len(shard.transform.num_exact) == len(blocks), "numbers of exact rows")
-            check(shard.transform.blob.num_bytes <= 77 + 16 * box.cols + 64, "a transform of another size")
-            check((shard.transform.basis is None) == (shard.scheme.basis is None), "a basis, or none")
-            for block, exact in zip(blocks, shard.transform.num_exact, strict=True):
-                check(exact <= block.members and block.members * box.cols <= 2**24, "too many rows")
+            self._check_transformed(shard, shard.transform, blocks)
             return
         for blob, block in zip(shard.blobs, blocks, strict=True):
             if not is_split(shard.scheme, box.cols, block.members, blob.num_bytes):
                 num_exact(shard.scheme, box.cols, block.members, blob.num_bytes)
+
+    def _check_transformed(self, shard: Shard, transform: StoredTransform, blocks: list[RowBlock]) -> None:
+        cols, basis = shard.box.cols, transform.basis
+        check(len(shard.blobs) > 0 and len(transform.num_exact) == len(blocks), "numbers of exact rows")
+        check(transform.blob.num_bytes <= 77 + 16 * cols + 64, "a transform of another size")
+        check((basis is None) == (shard.scheme.basis is None), "no basis, or one too many")
+        check(basis is None or basis.num_bytes == 4 * cols * cols, "a basis of another size")
+        for blob, block, exact in zip(shard.blobs, blocks, transform.num_exact, strict=True):
+            check(exact <= block.members and block.members * cols <= 2**24, "too many rows")
+            num_bytes = blob.num_bytes - exact * (4 + cols * shard.scheme.item_bytes)
+            check(transformed.fits(num_bytes, block.members, cols), "a blob of another size")
 
     def _check_packs(self) -> None:
         ends = [pack[3] for pack in self.packs]

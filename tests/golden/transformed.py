@@ -117,11 +117,16 @@ class _Words:
         return found
 
 
+def fits(num_bytes: int, rows: int, cols: int) -> bool:
+    """Whether so many bytes may be those of rows of numbers: a class is a word at most, and a number two."""
+    num_words, rest = divmod(num_bytes - 20 * -(-rows // STRIP_ROWS), 2)
+    return rest == 0 and 0 <= num_words <= rows * (2 * cols + 1) + 4
+
+
 def decode(data: bytes, rows: int, cols: int, transform: Transform) -> tuple[Array, int]:
     """The numbers of a blob, [rows, cols], and how many bytes they take."""
     num_strips = -(-rows // STRIP_ROWS)
     head = np.frombuffer(data[: 20 * num_strips], "<u4")
-    check(len(head) == 5 * num_strips, "too few bytes")
     frequencies, raw_bits = tables()
     ends, class_ends = frequencies.cumsum(1), transform.frequencies.cumsum()
     numbers, place = np.zeros((rows, cols), np.int64), 20 * num_strips

@@ -287,6 +287,8 @@ class ManifestParser:
         num_cols = shard.box.num_cols
         if transform is None or not isinstance(shard.scheme, Transformed) or not shard.blobs:
             self.fail(f"{what}: a transform without rows, or rows without their transform")
+        if (transform.basis is None) != (shard.scheme.basis is None):
+            self.fail(f"{what}: a basis without a digest, or a digest without a basis")
         if transform.blob.num_bytes > transform_bytes(num_cols) + _MAX_FRAME_EXTRA:
             self.fail(f"{what}: a transform of {transform.blob.num_bytes} bytes, for {num_cols} columns")
         if transform.basis is not None and transform.basis.num_bytes != basis_bytes(num_cols):

@@ -36,6 +36,7 @@ class BlobRead:
     shard: Shard
     number: int
     rows: RowBlock
+    num_exact: int
     regions: tuple[Region, ...]
     turn: int
 
