@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
@@ -21,7 +22,9 @@ from torchrec.quant.embedding_modules import (
 
 import torchrec_cnr as cnr
 from tests.support import models
-from tests.support.models import TorchRecModel
+from tests.support.faults import failure_of
+from tests.support.models import TorchRecModel, state, torchrec_job, train, whole
+from torchrec_cnr.storage import pack_writer
 
 Rows = dict[str, Tensor]
 
@@ -44,10 +47,10 @@ SCHEMES: Mapping[str, cnr.Scheme] = {
 BAG_ROWS, ITEM_ROWS, DIM = (37, 24, 5), 29, 8
 
 
-def float_model(seed: int) -> TorchRecModel:
+def float_model(seed: int, bag_rows: tuple[int, ...] = BAG_ROWS) -> TorchRecModel:
     """A model as ``torchrec_job`` has one, in one process and of random weights."""
     torch.manual_seed(seed)
-    model = TorchRecModel(BAG_ROWS, "t0").to_empty(device="cpu")
+    model = TorchRecModel(bag_rows, "t0").to_empty(device="cpu")
     for parameter in model.parameters():
         nn.init.normal_(parameter)
     return model
@@ -151,6 +154,40 @@ def step_of(rows: Tensor, bits: int) -> Tensor:
     return (rows.amax(1, keepdim=True) - rows.amin(1, keepdim=True)) / (2**bits - 1)
 
 
-def _checkpoint(path: Path, model: nn.Module, scheme: cnr.Quantization) -> Path:
+def refused(model: nn.Module, path: str | Path, **options: Any) -> str:
+    """Why a load is refused, which is the wrong state's fault and leaves the model as it is."""
+    before = looked_up(model)
+    error = failure_of(lambda: load(model, path, **options))
+    assert isinstance(error, cnr.StateMismatchError)
+    assert all(torch.equal(rows, before[table]) for table, rows in looked_up(model).items())
+    return str(error)
+
+
+def save_checkpoint(path: Path, model: nn.Module, scheme: cnr.Quantization) -> Path:
+    """Save a model in one process."""
     dcp.save({"model": model.state_dict()}, storage_writer=models.writer(path, quantization=scheme))
     return path
+
+
+def save_lineage(rank: int, root: str, shardings: list[str], scheme: cnr.Scheme) -> models.Whole:
+    """A baseline, and a delta under each further sharding, of a few rows a block; returns the model saved last."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pack_writer, "BLOCK_BYTES", 6 * 4 * DIM)
+        return _save_checkpoints(root, shardings, scheme)
+
+
+def _save_checkpoints(root: str, shardings: list[str], scheme: cnr.Scheme) -> models.Whole:
+    for number, sharding in enumerate(shardings):
+        job = torchrec_job(number, sharding)
+        tracker = cnr.RowTracker(job.model)
+        if number:
+            models.load(job, f"{root}/{number - 1}", tracker, step=0)
+        train(job, number)
+        dcp.save(
+            state(job, step=number),
+            checkpoint_id=f"{root}/{number}",
+            storage_writer=models.writer(root, quantization=scheme),
+            planner=cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive()),
+        )
+        tracker.close()
+    return whole({"model": job.model.state_dict()})

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,16 +14,15 @@ from tests.loading.quantized_models import (
     BITS,
     DIM,
     SCHEMES,
-    _checkpoint,
     assert_serves,
     float_model,
     load,
     load_quantized,
     looked_up,
     quantized,
+    save_checkpoint,
+    save_lineage,
 )
-from tests.support import models
-from tests.support.models import state, torchrec_job, train, whole
 from tests.support.ranks import RankPools
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import Shard
@@ -33,36 +31,11 @@ from torchrec_cnr.quantization.fbgemm_rows import InferenceRow
 from torchrec_cnr.reading import regions as regions_module
 from torchrec_cnr.reading.plan import plan_fold
 from torchrec_cnr.reading.regions import TensorRegion
-from torchrec_cnr.storage import pack_writer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is"),
     pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated"),
 ]
-
-
-def _save_lineage(rank: int, root: str, shardings: list[str], scheme: cnr.Scheme) -> models.Whole:
-    """A baseline, and a delta under each further sharding, of a few rows a block; returns the model saved last."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pack_writer, "BLOCK_BYTES", 6 * 4 * DIM)
-        return _save_checkpoints(root, shardings, scheme)
-
-
-def _save_checkpoints(root: str, shardings: list[str], scheme: cnr.Scheme) -> models.Whole:
-    for number, sharding in enumerate(shardings):
-        job = torchrec_job(number, sharding)
-        tracker = cnr.RowTracker(job.model)
-        if number:
-            models.load(job, f"{root}/{number - 1}", tracker, step=0)
-        train(job, number)
-        dcp.save(
-            state(job, step=number),
-            checkpoint_id=f"{root}/{number}",
-            storage_writer=models.writer(root, quantization=scheme),
-            planner=cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive()),
-        )
-        tracker.close()
-    return whole({"model": job.model.state_dict()})
 
 
 @pytest.mark.parametrize("dtype", [torch.qint8, torch.quint2x4, torch.float16])
@@ -75,7 +48,7 @@ def test_checkpoints_of_sharded_jobs_are_served(
 ) -> None:
     """However the checkpoints of a lineage were sharded, one process gets whole rows of the newest."""
     root = tmp_path / "run"
-    model_saved = rank_pool(2).run(_save_lineage, str(root), shardings, SCHEMES[scheme])[0]
+    model_saved = rank_pool(2).run(save_lineage, str(root), shardings, SCHEMES[scheme])[0]
     path = root / str(len(shardings) - 1)
     assert cnr.read_checkpoint(path).kind == "delta"
     if scheme == "exact":
@@ -92,7 +65,7 @@ def test_rows_in_pieces_are_read_in_windows(
 ) -> None:
     """With memory for ten rows as floats, tables in pieces are read in several turns, with the same outcome."""
     root = tmp_path / "run"
-    rank_pool(2).run(_save_lineage, str(root), ["column", "mixed"], cnr.Asymmetric(4))
+    rank_pool(2).run(save_lineage, str(root), ["column", "mixed"], cnr.Asymmetric(4))
     wanted = load_quantized(quantized(float_model(2), torch.qint8), root / "1")
     folds = []
     fold = regions_module.turns
@@ -111,7 +84,7 @@ def test_rows_in_pieces_are_read_in_windows(
 
 def test_row_numbers_of_other_rows_are_not_read(rank_pool: RankPools, tmp_path: Path) -> None:
     """A region of few rows of a delta needs the blocks of row numbers that may have some of them, and no others."""
-    rank_pool(2).run(_save_lineage, str(tmp_path), ["column", "column"], cnr.NoQuantization())
+    rank_pool(2).run(save_lineage, str(tmp_path), ["column", "column"], cnr.NoQuantization())
     lineage = read_lineage(tmp_path / "1")
     fqn = "model.ebc.embedding_bags.t0.weight"
     blocks = []
@@ -178,7 +151,7 @@ def test_rows_that_codes_cannot_hold_do_no_harm(tmp_path: Path, scheme: str, dty
     with torch.no_grad():
         trained.ebc.embedding_bags["t0"].weight[: len(ODD_ROWS)] = ODD_ROWS
         trained.ebc.embedding_bags["t0"].weight[-2:] = NOT_FINITE
-    path = _checkpoint(tmp_path / "0", trained, SCHEMES[scheme])
+    path = save_checkpoint(tmp_path / "0", trained, SCHEMES[scheme])
     if scheme != "exact":
         assert cnr.read_checkpoint(path).num_exact_rows >= 5
     wanted = load(trained, path)["t0"]

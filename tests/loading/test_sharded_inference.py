@@ -11,27 +11,29 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torchrec.distributed.quant_embedding import ShardedQuantEmbeddingCollection
 from torchrec.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
 
 import torchrec_cnr as cnr
 from tests.loading.quantized_models import (
     BAG_ROWS,
+    DIM,
     SCHEMES,
-    _checkpoint,
     assert_serves,
     float_model,
     load,
     load_quantized,
     looked_up,
     quantized,
+    refused,
+    save_checkpoint,
+    save_lineage,
     sharded,
     sharded_on_cpus,
 )
 from tests.serving.served_models import following
 from tests.support import models
-from tests.support.faults import causes
+from tests.support.ranks import RankPools
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.reading import regions as regions_module
 
@@ -87,7 +89,7 @@ def test_sharded_tables_have_the_rows_of_unsharded_ones(
     tmp_path: Path, kind: str, dtype: torch.dtype, scheme: str
 ) -> None:
     """Whole rows become the same bytes; columns have scales of their own, and so are at least as near."""
-    path = _checkpoint(tmp_path / "0", float_model(1), SCHEMES[scheme])
+    path = save_checkpoint(tmp_path / "0", float_model(1), SCHEMES[scheme])
     model, unsharded = sharded(2, dtype, SHARDINGS[kind]), quantized(float_model(3), dtype)
     if kind == "column-wise":
         assert_serves(model, path, dtype, takes_over=False)
@@ -98,21 +100,30 @@ def test_sharded_tables_have_the_rows_of_unsharded_ones(
         assert not torch.equal(before[table], rows)
 
 
-def test_codes_of_the_same_columns_are_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_of_the_same_columns_are_taken_over(
+    tmp_path: Path, rank_pool: RankPools, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A column shard takes over codes that a job saved with the same columns, and assembles other ones as floats."""
-    whole = _checkpoint(tmp_path / "whole", float_model(1), cnr.Asymmetric(8))
-    model = sharded(2, torch.qint8, SHARDINGS["column-wise"])
+    whole = save_checkpoint(tmp_path / "whole", float_model(1), cnr.Asymmetric(8))
+    columns = tmp_path / "columns"
+    rank_pool(2).run(save_lineage, str(columns), ["column", "column"], cnr.Asymmetric(8))
     pieced: list[Any] = []
     finish = regions_module.PiecedRegion.finish
     monkeypatch.setattr(regions_module.PiecedRegion, "finish", lambda region: (pieced.append(region), finish(region)))
-    load_quantized(model, whole)
+    load_quantized(sharded(2, torch.qint8, SHARDINGS["column-wise"]), whole)
     assert {region.fqn[-9:] for region in pieced} == {"t1.weight", "t2.weight"}
     assert {region.box.offsets for region in pieced} == {(0, 0), (0, 4)}
+    pieced.clear()
+    got = load_quantized(sharded(2, torch.qint8, SHARDINGS["column-wise"]), columns / "1")
+    assert {region.box.num_cols for region in pieced} == {DIM}  # of the tables that are served by rows
+    wanted = load(float_model(3), columns / "1")
+    assert all(torch.equal(got[table], wanted[table]) for table in ("t1", "t2"))
+    assert not any(torch.equal(got[table], wanted[table]) for table in ("t0", "item"))
 
 
 def test_windows_begin_at_the_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards of columns that are assembled in several windows have the same rows as in one."""
-    path = _checkpoint(tmp_path / "0", float_model(1), cnr.Asymmetric(4))
+    path = save_checkpoint(tmp_path / "0", float_model(1), cnr.Asymmetric(4))
     expected = load_quantized(sharded(2, torch.qint8, SHARDINGS["column-wise"]), path)
     monkeypatch.setattr(regions_module, "FLOAT_BYTES", 5 * 4 * 4)
     got = load_quantized(sharded(3, torch.qint8, SHARDINGS["column-wise"]), path)
@@ -168,12 +179,7 @@ def test_shards_that_contain_scales_are_refused() -> None:
 
 def test_another_size_is_refused(tmp_path: Path) -> None:
     """A sharded table is compared by its whole size, and nothing is overwritten."""
-    trained = models.TorchRecModel((37, 24, 6), "t0").to_empty(device="cpu")
-    path = _checkpoint(tmp_path / "0", trained, cnr.Asymmetric(8))
+    path = save_checkpoint(tmp_path / "0", float_model(1, (*BAG_ROWS[:2], 6)), cnr.Asymmetric(8))
     model = sharded(2, torch.qint8, SHARDINGS["row-wise"])
-    before = looked_up(model)
-    with pytest.raises(CheckpointException) as raised:
-        load_quantized(model, path)
-    assert "'model.ebc.embedding_bags.t2.weight' (saved [6, 8], wanted [5, 8])" in str(causes(raised.value)[0])
-    assert all(torch.equal(rows, before[table]) for table, rows in looked_up(model).items())
-    assert load(float_model(4), _checkpoint(tmp_path / "1", float_model(1), cnr.Asymmetric(8)))
+    message = refused(model, path, inference=cnr.InferenceTables(model))
+    assert "'model.ebc.embedding_bags.t2.weight' (saved [6, 8], wanted [5, 8])" in message

@@ -17,7 +17,6 @@ import torchrec.quant
 from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.tbe.cache.kv_embedding_ops_inference import KVEmbeddingInference
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import SGD
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, KeyedJaggedTensor
 from torchrec.inference.modules import quantize_inference_model, shard_quant_model
@@ -31,18 +30,18 @@ from tests.loading.quantized_models import (
     DIM,
     SCHEMES,
     Rows,
-    _checkpoint,
     assert_serves,
     float_model,
     load,
     load_quantized,
     look_up,
-    looked_up,
     quantized,
+    refused,
+    save_checkpoint,
     step_of,
 )
 from tests.support import models
-from tests.support.faults import causes
+from tests.support.faults import failure_of
 from tests.support.models import TorchRecModel
 from tests.support.ranks import RankPools
 from torchrec_cnr.loading import torchrec_inference
@@ -62,17 +61,6 @@ def fit(model: nn.Module, seed: int) -> None:
     loss.backward()
     SGD(model.parameters(), lr=0.2).step()
     model.zero_grad()
-
-
-def refused(model: nn.Module, path: str | Path, **options: Any) -> str:
-    """Why a load is refused, which is the wrong state's fault and leaves the model as it is."""
-    before = looked_up(model)
-    with pytest.raises(CheckpointException) as raised:
-        load(model, path, **options)
-    error = causes(raised.value)[0]
-    assert isinstance(error, cnr.StateMismatchError)
-    assert all(torch.equal(rows, before[table]) for table, rows in looked_up(model).items())
-    return str(error)
 
 
 @dataclass(frozen=True)
@@ -130,7 +118,7 @@ def _serve(rank: int, path: str) -> Rows:
 
 def test_every_rank_of_a_group_gets_all_rows(rank_pool: RankPools, tmp_path: Path) -> None:
     """Ranks that load together, each into a model of its own, get the same."""
-    path = _checkpoint(tmp_path / "0", float_model(1), cnr.Asymmetric(8))
+    path = save_checkpoint(tmp_path / "0", float_model(1), cnr.Asymmetric(8))
     wanted = load_quantized(quantized(float_model(2), torch.quint4x2), path)
     for got in rank_pool(2).run(_serve, str(path)):
         assert all(torch.equal(got[table], rows) for table, rows in wanted.items())
@@ -139,7 +127,7 @@ def test_every_rank_of_a_group_gets_all_rows(rank_pool: RankPools, tmp_path: Pat
 def test_predictions_are_those_of_the_trained_model(tmp_path: Path) -> None:
     """Pools of several rows and the dense layer on top: a model with the checkpoint's codes predicts what was saved."""
     trained, model = float_model(1), quantized(float_model(2), torch.qint8)
-    path = _checkpoint(tmp_path / "0", trained, cnr.AdaptiveAsymmetric(4))
+    path = save_checkpoint(tmp_path / "0", trained, cnr.AdaptiveAsymmetric(4))
     load(trained, path)
     ids = {f"f{i}": torch.arange(8) % rows for i, rows in enumerate(BAG_ROWS)}
     bags = KeyedJaggedTensor.from_lengths_sync(
@@ -156,7 +144,7 @@ def test_predictions_are_those_of_the_trained_model(tmp_path: Path) -> None:
 def test_every_table_may_have_bits_of_its_own(tmp_path: Path) -> None:
     """Tables of one collection differ in width, as ``per_table_weight_dtype`` says."""
     trained = float_model(1)
-    path = _checkpoint(tmp_path / "0", trained, cnr.Asymmetric(4))
+    path = save_checkpoint(tmp_path / "0", trained, cnr.Asymmetric(4))
     wanted = load(trained, path)
     model = quantized(float_model(2), torch.qint8, per_table_weight_dtype={"t1": torch.quint2x4, "t2": torch.float32})
     got = load_quantized(model, path)
@@ -167,7 +155,7 @@ def test_every_table_may_have_bits_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", BITS)
 def test_scale_and_bias_may_be_apart(tmp_path: Path, dtype: torch.dtype) -> None:
     """State dicts with ``weight_qscale`` and ``weight_qbias`` show the same memory, which is written as a whole."""
-    path = _checkpoint(tmp_path / "0", float_model(1), cnr.Asymmetric(2))
+    path = save_checkpoint(tmp_path / "0", float_model(1), cnr.Asymmetric(2))
     other = float_model(2)
     quant_prep_enable_quant_state_dict_split_scale_bias_for_types(other, [EmbeddingBagCollection, EmbeddingCollection])
     model = quantized(other, dtype)
@@ -177,7 +165,7 @@ def test_scale_and_bias_may_be_apart(tmp_path: Path, dtype: torch.dtype) -> None
 
 def test_model_made_by_quantize_inference_model_is_loaded(tmp_path: Path) -> None:
     """Its state dict has tensors of the kernels, too, which are none of a checkpoint's business."""
-    path = _checkpoint(tmp_path / "0", float_model(1), cnr.Asymmetric(8))
+    path = save_checkpoint(tmp_path / "0", float_model(1), cnr.Asymmetric(8))
     model = quantize_inference_model(float_model(2))
     assert "ebc.tbes.0.weights_tys" in model.state_dict()
     assert_serves(model, path, torch.qint8, takes_over=True)
@@ -186,7 +174,7 @@ def test_model_made_by_quantize_inference_model_is_loaded(tmp_path: Path) -> Non
 def test_collection_made_without_floats_is_loaded(tmp_path: Path) -> None:
     """A quantized collection need not be made from a float one; its tables may stand under any key."""
     trained = float_model(1)
-    path = _checkpoint(tmp_path / "0", trained, cnr.Asymmetric(4))
+    path = save_checkpoint(tmp_path / "0", trained, cnr.Asymmetric(4))
     wanted = load(trained, path)
     tables = [
         EmbeddingBagConfig(
@@ -210,7 +198,7 @@ def test_collection_made_without_floats_is_loaded(tmp_path: Path) -> None:
 
 def test_load_without_anything_left_out_need_not_be_partial(tmp_path: Path) -> None:
     """A checkpoint of the model alone fits a quantized one key by key."""
-    path = _checkpoint(tmp_path / "0", float_model(1), cnr.Asymmetric(8))
+    path = save_checkpoint(tmp_path / "0", float_model(1), cnr.Asymmetric(8))
     model = quantized(float_model(2), torch.qint8)
     got = load_quantized(model, path, allow_partial_load=False)
     assert all(torch.equal(got[table], rows) for table, rows in load(float_model(3), path).items())
@@ -223,7 +211,7 @@ def test_tables_may_be_of_half_precision(tmp_path: Path, scheme: str, dtype: tor
     trained, model = float_model(1), quantized(float_model(2), torch.qint8)
     trained.ebc.to(dtype)
     trained.ec.to(dtype)
-    path = _checkpoint(tmp_path / "0", trained, SCHEMES[scheme])
+    path = save_checkpoint(tmp_path / "0", trained, SCHEMES[scheme])
     planner = cnr.CNRLoadPlanner()
     dcp.load({"model": trained.state_dict()}, storage_reader=cnr.CNRStorageReader(path), planner=planner)
     wanted = trained.ebc.embedding_bags["t0"].weight.detach()
@@ -258,27 +246,26 @@ def test_trackers_learn_nothing(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     """A uint8 target is loaded only as a known table of the right size; messages say the way out."""
-    path = _checkpoint(tmp_path / "0", float_model(1), cnr.Asymmetric(8))
+    path = save_checkpoint(tmp_path / "0", float_model(1), cnr.Asymmetric(8))
     model = quantized(float_model(2), torch.quint4x2)
     for options in ({}, {"inference": cnr.InferenceTables(quantized(float_model(3), torch.quint4x2))}):
         message = refused(model, path, **options)
         assert "embedding_bags.t0.weight' (saved float32, wanted uint8)" in message
         assert "CNRLoadPlanner(inference=InferenceTables(model))" in message
-    larger = quantized(TorchRecModel((37, 24, 6), "t0").to_empty(device="cpu"), torch.qint8)
-    with pytest.raises(CheckpointException) as raised:
-        load_quantized(larger, path)
-    assert "'model.ebc.embedding_bags.t2.weight' (saved [5, 8], wanted [6, 8])" in str(causes(raised.value)[0])
+    larger = quantized(float_model(2, (*BAG_ROWS[:2], 6)), torch.qint8)
+    message = refused(larger, path, inference=cnr.InferenceTables(larger))
+    assert "'model.ebc.embedding_bags.t2.weight' (saved [5, 8], wanted [6, 8])" in message
 
 
 def test_table_that_is_not_in_the_checkpoint_is_refused(tmp_path: Path) -> None:
     """Also of a partial load: a table that nobody knows under its name would keep its old rows, unseen."""
-    path = _checkpoint(tmp_path / "0", float_model(1), cnr.Asymmetric(8))
+    path = save_checkpoint(tmp_path / "0", float_model(1), cnr.Asymmetric(8))
     model = quantized(float_model(2), torch.quint4x2)
     planner = cnr.CNRLoadPlanner(inference=cnr.InferenceTables(model), allow_partial_load=True)
-    with pytest.raises(CheckpointException) as raised:
-        dcp.load({"modle": model.state_dict()}, storage_reader=cnr.CNRStorageReader(path), planner=planner)
-    assert isinstance(causes(raised.value)[0], cnr.StateMismatchError)
-    assert "4 quantized and not in the checkpoint: 'modle.ebc.embedding_bags.t0.weight'" in str(causes(raised.value)[0])
+    state, storage_reader = {"modle": model.state_dict()}, cnr.CNRStorageReader(path)
+    error = failure_of(lambda: dcp.load(state, storage_reader=storage_reader, planner=planner))
+    assert isinstance(error, cnr.StateMismatchError)
+    assert "4 quantized and not in the checkpoint: 'modle.ebc.embedding_bags.t0.weight'" in str(error)
 
 
 def _virtual() -> nn.Module:
