@@ -36,7 +36,6 @@ class BlobRead:
     shard: Shard
     number: int
     rows: RowBlock
-    num_exact: int
     regions: tuple[Region, ...]
     turn: int
 
