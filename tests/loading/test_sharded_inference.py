@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch import nn
 from torchrec.distributed.quant_embedding import ShardedQuantEmbeddingCollection
 from torchrec.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
 
@@ -31,8 +29,7 @@ from tests.loading.quantized_models import (
     sharded,
     sharded_on_cpus,
 )
-from tests.serving.served_models import following
-from tests.support import models
+from tests.serving.served_models import following, save_tables
 from tests.support.ranks import RankPools
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.reading import regions as regions_module
@@ -133,19 +130,12 @@ def test_windows_begin_at_the_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("kind", SHARDINGS)
 def test_a_served_sharded_model_follows_a_job(tmp_path: Path, kind: str) -> None:
     """Deltas are applied to the shards in place, to the bytes that a load gives."""
-    trained = float_model(1)
-    tracker = cnr.RowTracker(trained)
-    planner = cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive())
-    writer = models.writer(tmp_path / "0", quantization=cnr.Asymmetric(8))
     model, fresh = (sharded(seed, torch.qint8, SHARDINGS[kind]) for seed in (2, 3))
-    kinds = []
+    last, kinds = None, []
     with following(model, tmp_path, allow_partial_load=True) as subscriber:
         for number in range(3):
-            if number:
-                _modify(trained, tracker, number)
             path = tmp_path / str(number)
-            state = {"model": trained.state_dict()}
-            dcp.save(state, checkpoint_id=str(path), storage_writer=writer, planner=planner)
+            last = save_tables(path, number, cnr.Asymmetric(8), last, density=0.1)
             before = looked_up(model)
             applied = subscriber.update()
             assert applied is not None
@@ -153,17 +143,7 @@ def test_a_served_sharded_model_follows_a_job(tmp_path: Path, kind: str) -> None
             expected, got = load_quantized(fresh, path), looked_up(model)
             assert all(torch.equal(got[table], rows) for table, rows in expected.items())
             assert not all(torch.equal(got[table], rows) for table, rows in before.items())
-    tracker.close()
     assert kinds == ["baseline", "delta", "delta"]
-
-
-def _modify(model: nn.Module, tracker: cnr.RowTracker, number: int) -> None:
-    """Overwrite two rows of each table."""
-    for shard in tracker.shards:
-        rows = torch.tensor([number, number + 2])
-        with torch.no_grad():
-            shard.weight[rows] += 1.0
-        shard.rows.mark(rows)
 
 
 def test_shards_that_contain_scales_are_refused() -> None:
