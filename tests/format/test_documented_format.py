@@ -33,6 +33,7 @@ from tests.golden import copy_of, log, mixed, reader, refusals, split, transform
 from tests.golden.edits import body_of, edit, patch
 from tests.golden.replacement import replace_manifest, used_packs
 from tests.golden.state import EXP_AVG, MOMENTUM, T0, T2, T4, T8, TABLES
+from tests.support.faults import flip
 from torchrec_cnr.format import manifest_json, row_sets
 from torchrec_cnr.format.blob_bytes import split as split_rows
 from torchrec_cnr.format.manifest import DTYPES as DTYPE_OF
@@ -609,9 +610,7 @@ def test_any_flipped_bit_is_noticed(
     """A baseline with one bit flipped anywhere, in the manifest or a pack, is refused."""
     folder = tmp_path_factory.getbasetemp() / f"flipped-{next(numbers)}"
     copy_of(GOLDEN / "step-1", folder / "step-1")
-    data = bytearray((folder / file).read_bytes())
-    data[int(place * len(data))] ^= 1 << bit
-    (folder / file).write_bytes(data)
+    flip(folder / file, int(place * (folder / file).stat().st_size), bit)
     _refuses(folder, "step-1")
     shutil.rmtree(folder)
 
@@ -639,9 +638,7 @@ def test_any_flipped_bit_below_a_replacement_is_noticed_or_not_needed(
     """A bit flipped anywhere in a run with replacements is refused, or the load does not depend on it."""
     folder = tmp_path_factory.getbasetemp() / f"flipped-{next(numbers)}"
     copy_of(GOLDEN, folder)
-    data = bytearray((folder / file).read_bytes())
-    data[int(place * len(data))] ^= 1 << bit
-    (folder / file).write_bytes(data)
+    flip(folder / file, int(place * (folder / file).stat().st_size), bit)
     if file.suffix == ".json" and file.parent.name in ("step-4", "step-6", "step-7"):
         _refuses(folder, "step-7")
     else:

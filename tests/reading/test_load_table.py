@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import torchrec_cnr as cnr
 from tests.support import hand_made, models
+from tests.support.faults import flip
 from tests.support.hand_made import Content, Part
 from tests.support.models import Whole, state, torchrec_job, train, whole
 from tests.support.ranks import RankPools
@@ -237,13 +238,11 @@ def test_damage_is_noticed(tmp_path: Path) -> None:
     """A flipped bit in what is read is an error that names the file."""
     dcp.save({"t": torch.rand(10, 4)}, storage_writer=models.writer(tmp_path / "0"))
     (pack,) = (tmp_path / "0").glob("*.safetensors")
-    data = bytearray(pack.read_bytes())
-    for place in (9, len(data) - 1):
-        data[place] ^= 4
-        pack.write_bytes(data)
+    for place in (9, -1):
+        flip(pack, place)
         with pytest.raises(cnr.DamagedError, match=pack.name):
             cnr.load_table(tmp_path / "0", "t")
-        data[place] ^= 4
+        flip(pack, place)
 
 
 @pytest.mark.parametrize(("dtype", "largest"), [(torch.float64, 1e308), (torch.float32, 1e38), (torch.int64, 2**62)])
