@@ -54,6 +54,8 @@ from torchrec_cnr.maintenance.dcp_import.dcp_checkpoint import read_dcp_checkpoi
 from torchrec_cnr.maintenance.dcp_import.dcp_metadata import METADATA_FILE
 from torchrec_cnr.maintenance.read_run_history import read_run_history
 from torchrec_cnr.quantization import Asymmetric, HalfPrecision, KMeans, NoQuantization, Scheme, Symmetric
+from torchrec_cnr.quantization.packed_rows import fits_packed_rows, unpack_rows
+from torchrec_cnr.quantization.row_transform import RowTransform, transform_bytes
 from torchrec_cnr.reading.blocks import PlacedRows, parse_block
 from torchrec_cnr.storage import fences, leases
 from torchrec_cnr.storage.store import Store
@@ -161,6 +163,19 @@ def blobs(data: bytes) -> None:
     rows = join(blob, num_rows, row_bytes, tail_bytes, "here")
     block = parse_block(shard, dtype, rows, PlacedRows(box, 0, num_rows, None), False, "here")
     assert block.values.shape == box.sizes
+
+
+@_reader
+def packed_rows(data: bytes) -> None:
+    """Read transformed rows: one byte for columns, two for the number of rows, a transform without basis, the blob."""
+    num_cols, num_rows = 1 + int.from_bytes(data[:1], "little") % 64, 1 + int.from_bytes(data[1:3], "little")
+    start = 3 + transform_bytes(num_cols)
+    transform = RowTransform.parsed(data[3:start], None, "here")
+    blob = np.frombuffer(bytearray(data[start:]), dtype=np.uint8)
+    if transform.num_cols == num_cols and fits_packed_rows(len(blob), num_rows, num_cols):  # as manifests are checked
+        numbers, rest = unpack_rows(blob, num_rows, transform, "here")
+        assert (numbers.dtype, numbers.shape) == (np.int16, (num_rows, num_cols))
+        assert len(rest) < len(blob)
 
 
 # What Kafka holds.

@@ -23,12 +23,15 @@ from torchrec_cnr.format.row_sets import encode_row_numbers
 from torchrec_cnr.kafka.records import marker_json
 from torchrec_cnr.kafka.topics import TopicRules
 from torchrec_cnr.lineage import journal
+from torchrec_cnr.quantization.packed_rows import pack_rows
+from torchrec_cnr.quantization.row_transform import learned
 from torchrec_cnr.storage.fences import JobFences
 from torchrec_cnr.storage.leases import Lease
 from torchrec_cnr.storage.row_log import Marker
 from torchrec_cnr.storage.store import Store
 
 _GOLDEN = Path(__file__).parents[1] / "golden" / "v1"
+_TRANSFORMED = _GOLDEN.parent / "v1_transformed"
 _FRAME_BYTES = (len('{"sha256":"","manifest":') + 64, len("}\n"))  # around the body of a manifest
 _MAX_GOLDEN_BYTES = 9_000  # of a manifest: larger ones take long to read
 _SHA256 = "ab" * 32
@@ -40,7 +43,7 @@ def seeds(reader: str) -> list[bytes]:
 
 
 def _golden(pattern: str = "manifest*.json") -> list[bytes]:
-    return [path.read_bytes() for path in sorted(_GOLDEN.glob(f"*/*/{pattern}"))]
+    return [path.read_bytes() for path in sorted([*_GOLDEN.glob(f"*/*/{pattern}"), *_TRANSFORMED.glob(f"*/{pattern}")])]
 
 
 def _bodies() -> list[bytes]:
@@ -109,6 +112,18 @@ def _blobs() -> list[bytes]:
         if (data := split(whole, scheme.tail_bytes(3, torch.float32))) is not None:
             found.append(head[:3] + (199).to_bytes(2, "little") + data.tobytes())
     found.append(bytes([0, dtypes.index("bool"), 0, 1, 0]) + b"\1\0")
+    return found
+
+
+def _packed_rows() -> list[bytes]:
+    """With and without bytes after the words, and of two strips."""
+    found = []
+    for num_rows, num_cols, exact in ((3, 1, b""), (40, 5, bytes(24)), (4_100, 2, b"")):
+        rows = np.random.default_rng(num_rows).normal(size=(num_rows, num_cols)) ** 3
+        transform = learned(rows, 0.3, None)
+        numbers = np.rint(rows / transform.step).astype(np.int16)
+        head = bytes([num_cols - 1]) + (num_rows - 1).to_bytes(2, "little")
+        found.append(head + transform.data + pack_rows(numbers, transform).tobytes() + exact)
     return found
 
 
@@ -187,6 +202,7 @@ _SEEDS: dict[str, Callable[[], list[bytes]]] = {
     "reader_states": _reader_states,
     "row_codes": _row_codes,
     "blobs": _blobs,
+    "packed_rows": _packed_rows,
     "kafka_packs": _kafka_packs,
     "markers": _markers,
     "topic_settings": _topic_settings,
