@@ -173,9 +173,9 @@ def packed_rows(data: bytes) -> None:
     transform = RowTransform.parsed(data[3:start], None, "here")
     blob = np.frombuffer(bytearray(data[start:]), dtype=np.uint8)
     if transform.num_cols == num_cols and fits_packed_rows(len(blob), num_rows, num_cols):  # as manifests are checked
-        numbers, rest = unpack_rows(blob, num_rows, transform, "here")
+        numbers, rest = unpack_rows(blob, num_rows, 0, transform, "here")
         assert (numbers.dtype, numbers.shape) == (np.int16, (num_rows, num_cols))
-        assert len(rest) < len(blob)
+        assert not len(rest)
 
 
 # What Kafka holds.

@@ -72,9 +72,10 @@ def _blobs(draw: st.DrawFn, transform: RowTransform) -> tuple[Bytes, int]:
 def _fuzz_packed_rows(data: st.DataObject) -> None:
     transform = data.draw(_transforms())
     blob, num_rows = data.draw(_blobs(transform))
+    exact_bytes = data.draw(st.sampled_from([0, 1, 2, 24]))
 
     def read(_: bytes) -> None:
-        found, rest = unpack_rows(blob, num_rows, transform, "here")
+        found, rest = unpack_rows(blob, num_rows, exact_bytes, transform, "here")
         assert found.dtype == np.int16
         assert found.shape == (num_rows, transform.num_cols)
         assert (blob[len(blob) - len(rest) :] == rest).all()

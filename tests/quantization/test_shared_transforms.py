@@ -25,7 +25,7 @@ from torchrec_cnr.storage.store import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
-SOME_ROWS = torch.arange(300)
+SOME_ROWS = torch.arange(2_000)  # enough that a transform of their own is worth its bytes
 
 
 def _directories(checkpoint: cnr.Checkpoint) -> set[str | None]:

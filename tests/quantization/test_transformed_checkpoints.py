@@ -257,7 +257,7 @@ _BAG_ROWS = (6_000, 4_000, 3_000)  # enough that a transform is worth its bytes
 
 
 def _largest_errors(path: Path) -> dict[str, float]:
-    """Of each table: 0.85 of the largest step in the lineage, times the root of its columns; 0 if none is transformed."""
+    """Of each table: 0.85 of the largest step in the lineage, times the root of its columns; 0 without one."""
     found: dict[str, float] = {}
     for checkpoint in read_lineage(path).checkpoints:
         for fqn, entry in checkpoint.manifest.tensors.items():

@@ -34,12 +34,25 @@ def principal_components(rows: Floats) -> Basis:
     return Basis(np.ascontiguousarray(vectors.T[::-1]).astype(np.float32))
 
 
-def are_typical(errors: Floats) -> npt.NDArray[np.bool_]:
-    """Return which rows of a sample are typical by their errors, float64 [n]: those that are not many times the median.
+def are_typical(rows: Floats, errors: Floats) -> npt.NDArray[np.bool_]:
+    """Return which rows of a sample are typical, bool [n]: finite, with an error that is not many times the median.
 
     A single huge row, which the sample may have by chance, would otherwise allow errors of the size of all other rows.
+
+    Args:
+        rows: float64 [n, num_cols].
+        errors: float64 [n], the l2 norms of the rows' errors by another scheme; 0 for rows that it stores exactly.
     """
-    return errors <= _TYPICAL * np.median(errors) if len(errors) else np.zeros(0, np.bool_)
+    norms = np.linalg.norm(rows, axis=1)
+    is_finite = np.isfinite(norms)
+    has_small_error = errors <= _TYPICAL * _median(errors[is_finite & (errors > 0)])
+    is_small = norms <= _TYPICAL * _median(norms[is_finite & (norms > 0)])
+    chosen: npt.NDArray[np.bool_] = is_finite & has_small_error & (is_small | (errors > 0))
+    return chosen
+
+
+def _median(values: Floats) -> float:
+    return float(np.median(values)) if len(values) else 0.0
 
 
 @dataclass(frozen=True, eq=False)

@@ -194,13 +194,12 @@ class TransformCoded:
             known: A transform that is stored already; None if there is none.
         """
         rows, num_cols = sample.cpu(), sample.shape[1]
-        errors, is_coded = row_errors(other, rows)
-        chosen = is_coded.numpy().nonzero()[0]
-        chosen = chosen[are_typical(errors.numpy()[chosen])]
+        errors, values = row_errors(other, rows).numpy(), rows.double().numpy()
+        chosen = are_typical(values, errors).nonzero()[0]
         if num_cols > MAX_COLS or not len(chosen):
             return other
-        values = rows.double().numpy()[chosen]
-        limit = ErrorLimit.of(values, errors.numpy()[chosen], _MAX_RELATIVE)
+        values = values[chosen]
+        limit = ErrorLimit.of(values, errors[chosen], _MAX_RELATIVE)
         if limit.mean < _LEAST_ERROR:
             return other
         fitting = known if known is not None and known.num_cols == num_cols else None
@@ -281,8 +280,7 @@ class _Sample:
         if transform.bits_per_value == 0:
             scheme = Transformed.by(replace(transform, bits_per_value=8 * row_bytes / num_cols))
         num_bytes = row_bytes + (part_bytes + least_bytes(self.num_rows)) / max(1, self.num_rows)
-        errors, _ = row_errors(scheme, self.rows)
-        is_right = self.limit.may_hold(errors.numpy()[self.chosen])
+        is_right = self.limit.may_hold(row_errors(scheme, self.rows).numpy()[self.chosen])
         return _Candidate(scheme, row_bytes, num_bytes, is_right)
 
     @property

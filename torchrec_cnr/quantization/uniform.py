@@ -374,18 +374,17 @@ def _mean_error_on_device(bits: int, search: LeastSquares, rows: Tensor) -> Tens
 
 def mean_error(scheme: Scheme, rows: Tensor) -> float:
     """Return the mean l2 norm of the rows' errors (Check-N-Run's measure), leaving out exact rows."""
-    errors, is_coded = row_errors(scheme, rows)
-    return float(errors.sum() / max(1, int(is_coded.sum())))
+    errors, _ = _errors_and_rows(scheme, rows)
+    return float(errors.norm(dim=1).mean()) if len(errors) else 0.0
 
 
-def row_errors(scheme: Scheme, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the l2 norm of each row's error, float64 [n], 0 for exact rows; and which rows are not exact, bool [n]."""
+def row_errors(scheme: Scheme, rows: Tensor) -> Tensor:
+    """Return the l2 norm of each row's error, float64 [n]; 0 for exact rows."""
     encoded = scheme.encode(rows)
-    is_coded = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
-    is_coded[encoded.exact] = False
     decoded = scheme.decode(encoded.codes, rows.shape[1], rows.dtype)
-    errors = (decoded.double() - rows.double()).norm(dim=1)
-    return torch.where(is_coded, errors, 0.0), is_coded
+    errors: Tensor = (decoded.double() - rows.double()).norm(dim=1)
+    errors[encoded.exact] = 0.0
+    return errors
 
 
 def relative_error(scheme: Scheme, rows: Tensor) -> float | None:

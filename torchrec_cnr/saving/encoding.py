@@ -155,7 +155,7 @@ def choose_scheme(
         if exact_share > 0:
             on_unsuitable(exact_share)
         return NoQuantization()
-    if isinstance(rule, TransformCoded):
+    if isinstance(rule, TransformCoded) and len(sample):
         divided = split(_bytes(encoded.codes).reshape(len(sample), -1), scheme.tail_bytes(num_cols, sample.dtype))
         row_bytes = (encoded.codes.numel() if divided is None else divided.nbytes) / len(sample)
         return rule.choose_for(sample, scheme, row_bytes + exact_bytes, _num_stored(values, rows), known)
