@@ -1,6 +1,7 @@
 """Compactions of transform-coded rows copy the transforms that live rows have, once, and say so in their plans."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,10 +10,14 @@ import torchrec_cnr as cnr
 from tests.quantization.test_transformed_checkpoints import FQN, NUM_ROWS, Run, assert_near, running, scheme_of
 from tests.support import models
 from tests.support.faults import flip_middle
+from torchrec_cnr.format.manifest import Shard
 from torchrec_cnr.lineage.checkpoint import read_lineage
 from torchrec_cnr.maintenance.catalog import read_catalog
+from torchrec_cnr.maintenance.compaction import copy_rows
 from torchrec_cnr.maintenance.restore_bytes import restore_bytes, tensor_bytes
 from torchrec_cnr.maintenance.verification.impact import unrestorable
+from torchrec_cnr.quantization import Transformed
+from torchrec_cnr.reading.fold import known_scheme
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -22,6 +27,10 @@ def _save_deltas(run: Run, num_deltas: int) -> None:
     for number in range(1, num_deltas + 1):
         run.change(torch.arange(300) + 100 * number, number)
         run.save()
+
+
+def _shards(path: Path) -> tuple[Shard, ...]:
+    return cnr.read_checkpoint(path).manifest.tensors[FQN].shards
 
 
 @pytest.mark.parametrize("self_contained", [False, True])
@@ -57,6 +66,23 @@ def test_transforms_without_live_rows_are_not_copied(tmp_path: Path) -> None:
         needed_bytes = merged.blob_bytes + sum(pack.header_bytes for pack in merged.packs)
         assert merged.pack_bytes == needed_bytes
         assert_near(tmp_path / "2", run.table)
+
+
+def test_a_transform_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many new shards have rows with it."""
+    with running(tmp_path) as run:
+        _save_deltas(run, 4)
+        transforms = [shard.scheme for n in range(5) for shard in _shards(tmp_path / str(n))]
+        read: list[Transformed] = []
+
+        def read_scheme(scheme: Transformed, *args: Any) -> Transformed:
+            read.append(scheme)
+            return known_scheme(scheme, *args)
+
+        monkeypatch.setattr(copy_rows, "known_scheme", read_scheme)
+        cnr.compact(tmp_path / "4", max_ratio=1.0)
+        assert len(transforms) > len(set(transforms)) >= len(read) == len(set(read)) > 0
+        assert len(_shards(tmp_path / "4")) > len(read)
 
 
 def test_a_restore_reads_transforms(tmp_path: Path) -> None:

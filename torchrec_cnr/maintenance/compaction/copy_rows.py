@@ -23,14 +23,7 @@ from torchrec_cnr.format.blob_bytes import Bytes, Positions, exact_rows, with_ex
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import DTYPES, Pack, Shard, TensorEntry
 from torchrec_cnr.format.row_sets import Blob, RowNumbers, UnplacedBlob, UnplacedRowBlock, encode_row_numbers
-from torchrec_cnr.maintenance.compaction.live_rows import (
-    LiveRows,
-    Piece,
-    live_rows,
-    live_transforms,
-    pieces_of,
-    windows,
-)
+from torchrec_cnr.maintenance.compaction.live_rows import LiveRows, Piece, live_rows, pieces_of, windows
 from torchrec_cnr.maintenance.compaction.plan import CompactionPlan
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.quantization import NoQuantization, Scheme, Transformed
@@ -327,6 +320,7 @@ class Copying:
         self._packs = packs
         self._reader = reader
         self._where = plan.newest.store.url
+        self._schemes: dict[Scheme, Scheme] = {}  # with their transforms, which many shards share
 
     def run(self) -> Copied:
         """Copy whole blobs, and the live rows of merged tensors."""
@@ -346,7 +340,7 @@ class Copying:
                     blobs_by_key[piece.key] = (piece.blob, layout)
                 elif piece.rows.blob is not None and self._plan.stays(piece):
                     blobs_by_key[f"rows of {piece.key}"] = (piece.rows.blob, None)
-        for blob, name in live_transforms(self._plan.merged, self._plan.num_live).items():
+        for blob, name in self._plan.transforms.items():
             blobs_by_key[name] = (blob, None)
         keys = {blob: key for key, (blob, _) in blobs_by_key.items() if blob.pack in self._plan.rewritten}
         copied = {}
@@ -412,11 +406,16 @@ class Copying:
         """Return the scheme of a shard, with its transform if it has one."""
         if shard.transform is None or not isinstance(shard.scheme, Transformed):
             return shard.scheme
+        if shard.scheme not in self._schemes:
+            self._schemes[shard.scheme] = self._read_scheme(fqn, shard, shard.scheme)
+        return self._schemes[shard.scheme]
+
+    def _read_scheme(self, fqn: str, shard: Shard, scheme: Transformed) -> Scheme:
         key = f"transform of tensor '{fqn}' region {list(shard.box.offsets)}"
         blobs = {f"{key}: {number}": blob for number, blob in enumerate(shard.transform_blobs)}
         stored = {name: data.tobytes() for name, data in self._reader.read(blobs.items())}
         in_order = [stored[name] for name in blobs]
-        return known_scheme(shard.scheme, in_order, shard.box.num_cols, f"{self._where}: {key}")
+        return known_scheme(scheme, in_order, shard.box.num_cols, f"{self._where}: {key}")
 
     def _block_rows(self, entry: TensorEntry, piece: Piece) -> int:
         """Return the number of rows in a block: the same for a table and its state, so that they share row numbers."""

@@ -16,10 +16,19 @@ from functools import cached_property
 
 from torchrec_cnr.arguments import check_count
 from torchrec_cnr.errors import CheckpointNotFoundError, DamagedError
+from torchrec_cnr.format.row_sets import Blob
 from torchrec_cnr.human_text import bytes_text, count_text, url_text
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_lineage
 from torchrec_cnr.lineage.other_roots import lies_in_other_root
-from torchrec_cnr.maintenance.compaction.live_rows import MergedChain, PackUse, Piece, merge, survey, uses_of
+from torchrec_cnr.maintenance.compaction.live_rows import (
+    MergedChain,
+    PackUse,
+    Piece,
+    live_transforms,
+    merge,
+    survey,
+    uses_of,
+)
 from torchrec_cnr.policies import MAX_RATIO, check_max_ratio
 from torchrec_cnr.storage.pack_reader import PackReader, place_of
 from torchrec_cnr.storage.pack_writer import check_thread_count
@@ -99,6 +108,11 @@ class CompactionPlan:
         Row numbers that are in another file than their rows count as live.
         """
         return self.bytes_before - sum(self.uses[number].dead_bytes for number in self.rewritten)
+
+    @property
+    def transforms(self) -> Mapping[Blob, str]:
+        """Return the blobs of the transforms that live rows have, with names for messages."""
+        return live_transforms(self.merged, self.num_live)
 
     def restricted(self, max_moved_bytes: int) -> "CompactionPlan":
         """Return a part of the plan that copies at most ``max_moved_bytes``, or one file."""
