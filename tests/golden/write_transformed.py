@@ -25,7 +25,7 @@ DTYPES = {"few": torch.float32, "brief": torch.bfloat16, "own": torch.float32}
 
 
 def rows_of(name: str, step: int, num_rows: int) -> Tensor:
-    """Rows in few directions; of ``own``, in all of them, and mostly small."""
+    """Rows close to a subspace of few dimensions; with ``own``, in all dimensions, and mostly small."""
     generator = torch.Generator().manual_seed(step)
     if name == "own":
         return torch.randn(num_rows, 6, generator=generator) ** 3

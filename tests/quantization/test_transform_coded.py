@@ -34,8 +34,8 @@ def _random() -> np.random.Generator:
     return np.random.default_rng(0)
 
 
-def few_directions(num_rows: int = NUM_ROWS, seed: int = 0) -> Tensor:
-    """Rows like those of trained tables: of different norms, and mostly in few directions."""
+def few_dimensions(num_rows: int = NUM_ROWS, seed: int = 0) -> Tensor:
+    """Rows like those of trained tables: of different norms, and mostly in few dimensions."""
     random = np.random.default_rng(seed)
     basis = np.linalg.qr(_random().normal(size=(DIM, DIM)))[0]
     scales = np.exp(-np.arange(DIM) / 3) + 0.002
@@ -44,13 +44,13 @@ def few_directions(num_rows: int = NUM_ROWS, seed: int = 0) -> Tensor:
 
 
 def _huge_component() -> Tensor:
-    rows = few_directions()
+    rows = few_dimensions()
     rows[:, 5] += torch.where(torch.arange(NUM_ROWS) % 700 == 3, 1e4, 0.0)
     return rows
 
 
 def _huge_row() -> Tensor:
-    rows = few_directions()
+    rows = few_dimensions()
     rows[17] *= 1e6
     return rows
 
@@ -72,14 +72,14 @@ def _large_first_row(factor: float) -> Callable[[], Tensor]:
 
 def _large_coded_rows() -> Tensor:
     """Rows that a transform must store exactly, and uniform codes need not."""
-    rows = few_directions()
+    rows = few_dimensions()
     chosen = torch.arange(NUM_ROWS) % 50 == 7
     rows[chosen] = 1e5 * torch.randint(0, 2, (int(chosen.sum()), DIM), generator=torch.Generator().manual_seed(1))
     return rows
 
 
 ROWS: Mapping[str, Callable[[], Tensor]] = {
-    "few directions": few_directions,
+    "few dimensions": few_dimensions,
     "gaussian": lambda: torch.randn(NUM_ROWS, DIM, generator=torch.Generator().manual_seed(1)),
     "uniform": lambda: torch.rand(NUM_ROWS, DIM, generator=torch.Generator().manual_seed(1)),
     "constant": lambda: torch.full((NUM_ROWS, DIM), 0.25),
@@ -90,16 +90,16 @@ ROWS: Mapping[str, Callable[[], Tensor]] = {
     "large first row": _large_first_row(1e3),
     "very large first row": _large_first_row(3e4),
     "large coded rows": _large_coded_rows,
-    "norms over four decades": lambda: few_directions() * torch.logspace(-4, 0, NUM_ROWS)[:, None],
+    "norms over four decades": lambda: few_dimensions() * torch.logspace(-4, 0, NUM_ROWS)[:, None],
     "half of the rows small": lambda: (
-        few_directions() * torch.where(torch.arange(NUM_ROWS) % 2 == 0, 1.0, 1e-3)[:, None]
+        few_dimensions() * torch.where(torch.arange(NUM_ROWS) % 2 == 0, 1.0, 1e-3)[:, None]
     ),
     "two clusters": _two_clusters,
-    "tiny": lambda: few_directions() * 1e-30,
-    "tinier": lambda: few_directions() * 1e-38,
-    "large": lambda: few_directions() * 1e4,
-    "one row": lambda: few_directions(1),
-    "few rows": lambda: few_directions(30),
+    "tiny": lambda: few_dimensions() * 1e-30,
+    "tinier": lambda: few_dimensions() * 1e-38,
+    "large": lambda: few_dimensions() * 1e4,
+    "one row": lambda: few_dimensions(1),
+    "few rows": lambda: few_dimensions(30),
 }
 
 
@@ -109,7 +109,7 @@ def limit_of(rows: npt.NDArray[np.float64], mean_error: float) -> ErrorLimit:
 
 
 def sample_and_limit(mean_error: float) -> tuple[npt.NDArray[np.float64], ErrorLimit]:
-    rows = few_directions().double().numpy()
+    rows = few_dimensions().double().numpy()
     return rows, limit_of(rows, mean_error)
 
 
@@ -143,18 +143,18 @@ def test_it_is_never_larger_nor_worse(kind: str, rule: TransformCoded) -> None:
     assert error <= 1.02 * other_error + 1e-12
     norms = rows.double().norm(dim=1).clamp(min=1e-300)
     assert float((row_errors(chosen, rows) / norms).mean()) <= 2.1 * float((row_errors(other, rows) / norms).mean())
-    assert isinstance(chosen, Transformed) or kind not in ("few directions", "gaussian", "huge row")
+    assert isinstance(chosen, Transformed) or kind not in ("few dimensions", "gaussian", "huge row")
 
 
 def test_rows_that_are_stored_exactly_stay_exact() -> None:
     """If codes of the other scheme are as large as the values, neither loses anything."""
-    rows = few_directions()[:, :2].half()
+    rows = few_dimensions()[:, :2].half()
     assert chosen_by_a_save(TransformCoded(cnr.Asymmetric(8)), rows) == NoQuantization()
 
 
-def test_few_directions_take_few_bits() -> None:
+def test_few_dimensions_take_few_bits() -> None:
     """Where it helps, it helps much."""
-    rows = few_directions(20_000)
+    rows = few_dimensions(20_000)
     size, _ = size_and_error(TransformCoded().choose(lambda: rows[:2048], 0), rows)
     assert 8 * size / rows.numel() < 1.2
 
@@ -163,7 +163,7 @@ def test_few_directions_take_few_bits() -> None:
 @settings(deadline=None)
 def test_each_row_keeps_its_bound(scale: float, seed: int, has_basis: bool, step: float) -> None:
     """0.85 steps times the root of the number of columns, for rows that the sample did not have; or it is exact."""
-    sample, rows = few_directions(200, 0).double().numpy(), few_directions(300, seed) * 10.0**scale
+    sample, rows = few_dimensions(200, 0).double().numpy(), few_dimensions(300, seed) * 10.0**scale
     basis = principal_components(sample) if has_basis else None
     transform = learned(sample, limit_of(sample, float(np.linalg.norm(sample, axis=1).mean()) * 10.0**step), basis)
     scheme = Transformed.by(transform)
@@ -179,7 +179,7 @@ def test_each_row_keeps_its_bound(scale: float, seed: int, has_basis: bool, step
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_saving_what_was_loaded_changes_nothing(dtype: torch.dtype) -> None:
     """The numbers of decoded rows are the same, by the same transform."""
-    rows = few_directions().to(dtype)
+    rows = few_dimensions().to(dtype)
     scheme = TransformCoded().choose(lambda: rows[:2048], 0)
     assert isinstance(scheme, Transformed)
     codes = scheme.encode(rows).codes
@@ -190,7 +190,7 @@ def test_saving_what_was_loaded_changes_nothing(dtype: torch.dtype) -> None:
 
 def test_columns_and_positions_are_those_asked_for() -> None:
     """Some rows and columns decode to what all of them do."""
-    rows = few_directions()
+    rows = few_dimensions()
     scheme = TransformCoded().choose(lambda: rows[:2048], 0)
     codes = scheme.encode(rows, torch.tensor([7, 3, 2_000])).codes
     whole = scheme.decode(codes, DIM, torch.float32)
@@ -203,17 +203,17 @@ def test_columns_and_positions_are_those_asked_for() -> None:
 def test_a_known_transform_is_kept_until_rows_drift() -> None:
     """Another step if the error is too large; after a tenth more bits, a new basis that is worth its bytes."""
     rule = TransformCoded()
-    first = chosen_by_a_save(rule, few_directions(50_000))
+    first = chosen_by_a_save(rule, few_dimensions(50_000))
     assert isinstance(first, Transformed)
     known = first.known
-    again = chosen_by_a_save(rule, few_directions(50_000, seed=1), known)
+    again = chosen_by_a_save(rule, few_dimensions(50_000, seed=1), known)
     assert isinstance(again, Transformed)
     assert again.digest == first.digest
-    smaller = chosen_by_a_save(rule, few_directions(50_000, seed=1) * 0.7, known)
+    smaller = chosen_by_a_save(rule, few_dimensions(50_000, seed=1) * 0.7, known)
     assert isinstance(smaller, Transformed)
     assert smaller.digest != first.digest  # with the old step, the error would be too large
     assert smaller.basis == first.basis
-    turned = few_directions(50_000, seed=1).flip(1)
+    turned = few_dimensions(50_000, seed=1).flip(1)
     drifted = chosen_by_a_save(rule, turned, known)
     assert isinstance(drifted, Transformed)
     assert drifted.basis not in (None, first.basis)
@@ -227,14 +227,14 @@ def test_a_basis_is_found_once_there_is_one() -> None:
     first = chosen_by_a_save(TransformCoded(), random_rows)
     assert isinstance(first, Transformed)
     assert first.basis is None
-    later = chosen_by_a_save(TransformCoded(), few_directions(50_000) + random_rows, first.known)
+    later = chosen_by_a_save(TransformCoded(), few_dimensions(50_000) + random_rows, first.known)
     assert isinstance(later, Transformed)
     assert later.basis is not None
 
 
 def test_drift_adds_up() -> None:
     """Rows that turn little by little: each step keeps the error with the old basis, but not for ever."""
-    start, end = few_directions(20_000), few_directions(20_000, seed=1).flip(1)
+    start, end = few_dimensions(20_000), few_dimensions(20_000, seed=1).flip(1)
     known, bases = None, []
     for share in np.linspace(0, 1, 12):
         chosen = chosen_by_a_save(TransformCoded(), start * (1 - share) + end * share, known)
@@ -248,19 +248,19 @@ def test_drift_adds_up() -> None:
 
 def test_small_deltas_use_a_known_transform() -> None:
     """Although the means of few rows differ by chance."""
-    first = chosen_by_a_save(TransformCoded(), few_directions(50_000))
+    first = chosen_by_a_save(TransformCoded(), few_dimensions(50_000))
     assert isinstance(first, Transformed)
-    kept = [chosen_by_a_save(TransformCoded(), few_directions(60, seed), first.known) == first for seed in range(50)]
+    kept = [chosen_by_a_save(TransformCoded(), few_dimensions(60, seed), first.known) == first for seed in range(50)]
     assert sum(kept) >= 35
-    assert not isinstance(chosen_by_a_save(TransformCoded(), few_directions(60)), Transformed)
+    assert not isinstance(chosen_by_a_save(TransformCoded(), few_dimensions(60)), Transformed)
 
 
 @pytest.mark.parametrize("factor", [1e-5, 1e5])
 def test_a_known_transform_of_other_sizes_is_replaced(factor: float) -> None:
     """Rows that it would store exactly, or as zeros."""
-    first = chosen_by_a_save(TransformCoded(), few_directions(50_000))
+    first = chosen_by_a_save(TransformCoded(), few_dimensions(50_000))
     assert isinstance(first, Transformed)
-    rows = few_directions(50_000, seed=1) * factor
+    rows = few_dimensions(50_000, seed=1) * factor
     chosen = chosen_by_a_save(TransformCoded(), rows, first.known)
     assert isinstance(chosen, Transformed)
     assert not len(chosen.encode(rows).exact)
@@ -269,9 +269,9 @@ def test_a_known_transform_of_other_sizes_is_replaced(factor: float) -> None:
 
 def test_a_known_transform_of_other_columns_is_not_used() -> None:
     """Such as after a table was sharded anew by columns."""
-    first = chosen_by_a_save(TransformCoded(), few_directions(50_000))
+    first = chosen_by_a_save(TransformCoded(), few_dimensions(50_000))
     assert isinstance(first, Transformed)
-    chosen = chosen_by_a_save(TransformCoded(), few_directions(50_000)[:, : DIM // 2].contiguous(), first.known)
+    chosen = chosen_by_a_save(TransformCoded(), few_dimensions(50_000)[:, : DIM // 2].contiguous(), first.known)
     assert isinstance(chosen, Transformed)
     assert chosen.known.num_cols == DIM // 2
 
@@ -300,7 +300,7 @@ def test_other_numbers_of_bytes_are_refused(num_bytes: int) -> None:
 
 def test_strips_are_decoded_apart() -> None:
     """A blob of several strips, the last one shorter."""
-    rows = few_directions(2 * STRIP_ROWS + 5)
+    rows = few_dimensions(2 * STRIP_ROWS + 5)
     scheme = TransformCoded().choose(lambda: rows[:2048], 0)
     assert isinstance(scheme, Transformed)
     numbers = scheme.encode(rows).codes.view(torch.int16).numpy()
@@ -329,7 +329,7 @@ def test_corrupt_blobs_are_refused_or_other_rows(data: st.DataObject) -> None:
 @given(data=st.data())
 def test_corrupt_transforms_are_refused(data: st.DataObject) -> None:
     """The digest in the manifest would show it, too; this shows that nothing invalid reaches the kernels."""
-    rows = few_directions().double().numpy()
+    rows = few_dimensions().double().numpy()
     transform = learned(rows, limit_of(rows, 0.1), principal_components(rows))
     assert transform.basis is not None
     stored = bytearray(transform.data)
@@ -362,7 +362,7 @@ def test_other_errors_are_refused(error_of: object) -> None:
 
 def test_the_mean_error_is_met() -> None:
     """On the sample it is met exactly, and nearly used up."""
-    rows = few_directions()
+    rows = few_dimensions()
     other = cnr.AdaptiveAsymmetric(4).choose(lambda: rows, 0)
     error = mean_error(other, rows)
     chosen = TransformCoded().choose(lambda: rows, 0)

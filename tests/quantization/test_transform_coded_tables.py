@@ -35,7 +35,7 @@ ERRORS: list[ErrorOf] = [cnr.AdaptiveAsymmetric(4), cnr.AdaptiveAsymmetric(2), c
 numbers = itertools.count()
 
 
-def _few_directions(random: np.random.Generator, rows: Floats) -> Floats:
+def _few_dimensions(random: np.random.Generator, rows: Floats) -> Floats:
     basis = np.linalg.qr(random.normal(size=(rows.shape[1], rows.shape[1])))[0]
     return rows * np.exp(-np.arange(rows.shape[1]) / 2) @ basis
 
@@ -64,7 +64,7 @@ TABLES: Mapping[str, Callable[[np.random.Generator, Floats], Floats]] = {
     "gaussian": lambda random, rows: rows,
     "uniform": lambda random, rows: random.random(rows.shape),
     "integers": lambda random, rows: random.integers(-3, 4, rows.shape).astype(np.float64),
-    "few directions": _few_directions,
+    "few dimensions": _few_dimensions,
     "constant": lambda random, rows: np.full_like(rows, 0.25),
     "constant rows": lambda random, rows: np.repeat(rows[:, :1], rows.shape[1], 1),
     "zeros": lambda random, rows: np.zeros_like(rows),
@@ -154,7 +154,7 @@ def _bits(rows: Tensor) -> Tensor:
     seed=st.integers(0, 2**32),
     error_of=st.sampled_from(ERRORS),
 )
-@hypothesis.example(kind="few directions", num_rows=500, num_cols=32, seed=0, error_of=ERRORS[0])
+@hypothesis.example(kind="few dimensions", num_rows=500, num_cols=32, seed=0, error_of=ERRORS[0])
 @hypothesis.example(kind="not finite", num_rows=500, num_cols=32, seed=0, error_of=ERRORS[0])
 @hypothesis.example(kind="huge row", num_rows=500, num_cols=16, seed=0, error_of=ERRORS[2])
 @hypothesis.example(kind="huge component", num_rows=500, num_cols=8, seed=0, error_of=ERRORS[0])

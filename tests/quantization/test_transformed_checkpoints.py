@@ -18,7 +18,7 @@ import zstandard
 from torch import Tensor, nn
 
 import torchrec_cnr as cnr
-from tests.quantization.test_transform_coded import DIM, few_directions
+from tests.quantization.test_transform_coded import DIM, few_dimensions
 from tests.support import models
 from tests.support.faults import failure_of, flip_middle
 from tests.support.models import Job, differing, state, torchrec_job, train, whole
@@ -62,7 +62,7 @@ class Run:
     def change(self, rows: Tensor, seed: int) -> None:
         """Overwrite rows, with others like them."""
         rows = rows.to(self.table.device)
-        self.table[rows] = few_directions(len(rows), seed).to(self.table)
+        self.table[rows] = few_dimensions(len(rows), seed).to(self.table)
         self.tracker.mark("users", rows)
 
     def save(self) -> cnr.Checkpoint:
@@ -76,10 +76,10 @@ class Run:
 
 @contextmanager
 def running(root: Path, dtype: torch.dtype = torch.float32, device: str = "cpu", **options: Any) -> Iterator[Run]:
-    """A run with a table of few directions."""
+    """A run with a table whose rows are close to a subspace of few dimensions."""
     model = nn.ModuleDict({"users": nn.EmbeddingBag(NUM_ROWS, DIM, sparse=True, dtype=dtype, device=device)})
     with torch.no_grad():
-        model.get_parameter("users.weight").copy_(few_directions(NUM_ROWS))
+        model.get_parameter("users.weight").copy_(few_dimensions(NUM_ROWS))
     tracker = cnr.RowTracker(model)
     policy = options.pop("policy", cnr.Consecutive())
     writer = models.writer(root / "0", **{"quantization": RULE} | options)
@@ -283,7 +283,7 @@ def _job(rank: int, root: str, is_async: bool) -> list[str]:
     for shard in tracker.shards:
         if shard.weight.numel():
             with torch.no_grad():
-                shard.weight.copy_(few_directions(len(shard.weight), 100 + rank)[:, : shard.weight.shape[1]])
+                shard.weight.copy_(few_dimensions(len(shard.weight), 100 + rank)[:, : shard.weight.shape[1]])
     tracker.mark_all()
     manager = cnr.CheckpointManager(root, tracker, policy=cnr.Consecutive(), quantization=RULE)
     wrong = []

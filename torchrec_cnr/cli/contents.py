@@ -102,7 +102,7 @@ def bytes_of_save(checkpoint: Checkpoint) -> int:
 
 
 def print_contents(console: Console, inspected: Inspected, everything: bool) -> None:
-    """Print what a manifest says; of many tensors only the largest, unless ``everything`` is true."""
+    """Print what a manifest says; if there are many tensors, only the largest, unless ``everything`` is true."""
     checkpoint, manifest = inspected.checkpoint, inspected.checkpoint.manifest
     notes = ["compacted"] * checkpoint.is_compacted + ["abandoned"] * inspected.is_abandoned
     kind = ", ".join([checkpoint.committed.kind, *notes])

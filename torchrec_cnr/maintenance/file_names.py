@@ -43,7 +43,7 @@ def is_beside_packs(name: str) -> bool:
 
 
 def save_id(pack: str) -> str:
-    """Return the id of the save or compaction that wrote a data file, from its name; of another name, all of it."""
+    """Return the id of the save or compaction that wrote a data file, from its name. Other names are returned as is."""
     match = _NUMBERED.fullmatch(pack)
     return match["save_id"] if match else pack
 

@@ -1,6 +1,6 @@
 """The transform of a table's rows: a basis, a step, and the tables by which the components are entropy-coded.
 
-Rows of trained recommendation models lie close to a subspace of few dimensions ("On the Embedding Collapse When Scaling
+Rows of trained recommendation models are close to a subspace of few dimensions ("On the Embedding Collapse When Scaling
 up Recommendation Models", ICML 2024, arXiv 2310.04400). In the basis of their principal components most components are
 small. They are rounded to multiples of one step for all rows, and coded by their entropy ("Transform Coding", Goyal,
 IEEE Signal Processing Magazine 18(5), 2001).

@@ -139,11 +139,11 @@ class Transformed(RowCodes):
 class TransformCoded:
     """A rule that codes the rows of a shard in a basis of their own, at the error of another scheme.
 
-    Trained tables occupy few directions. Their rows are transformed into the basis of their principal components, all
-    components are rounded to multiples of one step, and entropy-coded. The step is chosen so that the mean l2 error of
-    a sample is not larger than that of ``error_of``. The error of each row is at most 0.85 steps times the root of its
-    number of columns. If neither the basis nor the columns themselves take less space so, the shard is stored by
-    ``error_of``.
+    Rows of trained tables are close to a subspace of few dimensions. They are transformed into the basis of their
+    principal components, all components are rounded to multiples of one step, and entropy-coded. The step is chosen so
+    that the mean l2 error of a sample is not larger than that of ``error_of``. The error of each row is at most 0.85
+    steps times the root of its number of columns. If neither the basis nor the columns themselves take less space so,
+    the shard is stored by ``error_of``, and so is a table of more than 512 columns.
 
     docs/concepts/quantization.md says what was measured of accuracy after restores.
 

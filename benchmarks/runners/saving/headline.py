@@ -140,7 +140,7 @@ def _bytes_and_memory(setup: Setup, models: _Models, methods: dict[str, SaveMeth
 
 
 def _last_bytes(folder: Path, name: str) -> int:
-    """Return the bytes of the last checkpoint of a method; of one that writes deltas, of the delta."""
+    """Return the bytes of the last checkpoint of a method, which is a delta if the method writes deltas."""
     if name == OWN_DELTAS:
         return (folder / "own" / "delta.pt").stat().st_size
     if name in SCHEMES:

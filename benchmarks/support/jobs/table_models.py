@@ -148,7 +148,7 @@ class TableModel:
         self.sharded(batch).wait().values().sum().backward()
 
     def modify(self, share: float) -> None:
-        """Train once on each row of a random share of every table's rows. Of several ranks, each takes its part."""
+        """Train once on each row of a random share of every table's rows. Each of several ranks takes its part."""
         num_rows = round(share * self.sizes.num_rows / self._num_ranks)
         rows = [torch.randperm(self.sizes.num_rows, device=self.device)[:num_rows] for _ in self._names]
         for chunks in zip(*(table_rows.split(CHUNK_ROWS) for table_rows in rows), strict=True):
