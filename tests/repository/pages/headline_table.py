@@ -7,6 +7,7 @@ docs/benchmarks/headline.json --plots docs/images`` draws the picture again from
 
 import json
 import re
+import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torchrec_cnr.human_text import bytes_text
 ROOT = Path(__file__).parents[3]
 README = ROOT / "README.md"
 FIGURES = ROOT / "docs" / "benchmarks" / "headline.json"
+MAX_LINE = 120  # characters
 MARKS = ("<!-- figures: begin -->", "<!-- figures: end -->")
 
 
@@ -58,17 +60,21 @@ def table(content: Mapping[str, Any]) -> str:
     waits = _secs_text(values[f"stall, dcp.save{size}"])
     lines += [
         "",
-        f"Training waits {waits} for plain DCP's synchronous `dcp.save`, which is less than for its asynchronous one.",
-        f"Measured on {title[0]};",
-        f"{title[2]}; {content['machine']['machine']}.",
-        "No file is forced to disk (`sync_files=False`); a manager always forces them, and takes the disk's time. "
-        "Values",
-        "are medians; where quartiles differ by over 2 ×,",
-        "they are given, too. Parentheses give the factor relative to plain DCP, unless the quartiles overlap.",
+        _wrapped(
+            f"Training waits {waits} for plain DCP's synchronous `dcp.save`, which is less than for its asynchronous "
+            f"one. Measured on {title[0]}; {title[2]}; {content['machine']['machine']}. "
+            "No file is forced to disk (`sync_files=False`). A manager always forces them, so its saves also wait for "
+            "the disk. Values are medians; where quartiles differ by over 2 ×, they are given, too. Parentheses give "
+            "the factor relative to plain DCP, unless the quartiles overlap."
+        ),
         "Command: `python -m benchmarks headline`.",
         "",
     ]
     return "\n".join(lines)
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, MAX_LINE, break_long_words=False, break_on_hyphens=False)
 
 
 def _cell(
