@@ -15,7 +15,16 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import torchrec_cnr as cnr
 from benchmarks.plots.bandwidth import PLOT
-from benchmarks.support.jobs.policy_runs import DIM, EXACT, FULL_ROW_BYTES, Step, modified_rows, saved, simulated
+from benchmarks.support.jobs.policy_runs import (
+    DIM,
+    EXACT,
+    FULL_ROW_BYTES,
+    RunTable,
+    Step,
+    modified_rows,
+    saved,
+    simulated,
+)
 from benchmarks.support.jobs.table_models import num_bytes, one_rank
 from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table
@@ -82,14 +91,15 @@ def run(setup: Setup) -> Report:
     num_checkpoints = NUM_QUICK_CHECKPOINTS if setup.quick else NUM_CHECKPOINTS
     cells: dict[tuple[str, str], Cell] = {}
     half: dict[tuple[str, str], Cell] = {}
+    tables = [RunTable.random(num_rows)]
     with one_rank(setup.folder):
         plain_bytes = _plain_bytes(num_rows, setup.folder / "plain-dcp")
 
         def run_one(name: str, width: str, state_scheme: cnr.Scheme) -> Cell:
             setup.say(f"{name}, {width}, state by {state_scheme}: {num_checkpoints} checkpoints")
-            scheme, masks = SCHEMES[width], modified_rows(num_rows, num_checkpoints)
+            scheme, masks = SCHEMES[width], ((mask,) for mask in modified_rows(num_rows, num_checkpoints))
             pack_bytes = num_rows * scheme.row_bytes(DIM, torch.float32) // NUM_PACKS
-            return _cell(list(saved(POLICIES[name], scheme, masks, pack_bytes, state_scheme)), plain_bytes)
+            return _cell(list(saved(tables, POLICIES[name], scheme, masks, pack_bytes, state_scheme)), plain_bytes)
 
         for width in SCHEMES:
             cells.update(((name, width), run_one(name, width, EXACT)) for name in POLICIES)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import torchrec_cnr as cnr
 from benchmarks.plots.policies import PLOT
-from benchmarks.support.jobs.policy_runs import DIM, Step, modified_rows, saved, simulated
+from benchmarks.support.jobs.policy_runs import DIM, RunTable, Step, modified_rows, saved, simulated
 from benchmarks.support.jobs.table_models import one_rank
 from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table
@@ -100,7 +100,8 @@ def run(setup: Setup) -> Report:
 
 def _compacted(setup: Setup, num_rows: int, num_checkpoints: int) -> tuple[Course, int]:
     course, full_bytes = Course(), 0
-    for number, step in enumerate(saved(cnr.Compacted(), SCHEME, modified_rows(num_rows, num_checkpoints), PACK_BYTES)):
+    tables, masks = [RunTable.random(num_rows)], ((mask,) for mask in modified_rows(num_rows, num_checkpoints))
+    for number, step in enumerate(saved(tables, cnr.Compacted(), SCHEME, masks, PACK_BYTES)):
         full_bytes = full_bytes or step.kept
         course.extend([step], full_bytes)
         if number % 100 == 0:

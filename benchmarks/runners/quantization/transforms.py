@@ -5,36 +5,27 @@ row-wise optimizer state, and 26 % of them are modified before each checkpoint, 
 count.
 """
 
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import get_args
 
-import fsspec
 import torch
-from fsspec.implementations.memory import MemoryFileSystem
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict_saver import save
 
 import torchrec_cnr as cnr
 from benchmarks.support.data.click_model import ClickModel, Head
 from benchmarks.support.data.clicks import BATCH_CLICKS, TABLES, Clicks, batches, read_clicks, trained_on
-from benchmarks.support.jobs.policy_runs import DIM, modified_rows
+from benchmarks.support.jobs.policy_runs import DIM, RunTable, Step, modified_rows, saved
+from benchmarks.support.jobs.restored_runs import decoded_rows
 from benchmarks.support.jobs.table_models import one_rank
 from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table
 from benchmarks.support.rounds import Setup
-from torchrec_cnr.format.boxes import Box
-from torchrec_cnr.format.coverage import Mask
-from torchrec_cnr.maintenance.background_upkeep import Upkeep
-from torchrec_cnr.maintenance.pruning.retention import Keep
 from torchrec_cnr.quantization import Quantization, TransformCoded
-from torchrec_cnr.tracking.modified_rows import ModifiedRows
-from torchrec_cnr.tracking.tracked_tables import TrackedRows, TrackedShard
 
 SAVED_TABLES = ("readers", "articles")
-_PACK_BYTES = 1 << 20  # small, so that a compaction can keep most files of small tables
+PACK_BYTES = 1 << 20  # small, so that a compaction can keep most files of small tables
 NUM_CLICKS, NUM_QUICK_CLICKS, NUM_ALL_CLICKS = 1_000_000, 12 * BATCH_CLICKS, 2_988_181  # all of the real ones
 NUM_CHECKPOINTS, NUM_QUICK_CHECKPOINTS = 100, 4
 SCHEMES: Mapping[str, Quantization] = {
@@ -56,84 +47,21 @@ MIN_WRITTEN: Mapping[tuple[Head, str], float] = {
 MIN_KEPT: Mapping[Head, float] = {"dot products": 18.0, "DCN-v2": 8.0}
 
 
-@dataclass(frozen=True, eq=False)
-class TrainedTable:
-    """The rows of a table that were modified in training.
-
-    Attributes:
-        name: One of ``SAVED_TABLES``.
-        rows: float32 [num_rows, DIM].
-        state: Their sums of squared gradients, float32 [num_rows].
-    """
-
-    name: str
-    rows: Tensor
-    state: Tensor
-
-    def states(self) -> list[Tensor]:
-        """Return the optimizer state, as trackers ask for it."""
-        return [self.state]
-
-
-@dataclass
+@dataclass(frozen=True)
 class Course:
-    """What the checkpoints of one model took by one scheme and policy.
+    """What the checkpoints of one model took by one scheme and policy, in bytes.
 
     Attributes:
-        written: Bytes written, with those of compaction.
-        kept: The most bytes that were kept after a checkpoint.
-        full: Bytes of as many full checkpoints in fp32.
-        full_kept: Bytes of one of them.
+        written: Written in all, with the bytes of compaction.
+        kept: The most that was kept after a checkpoint.
+        full: As many full checkpoints in fp32.
+        full_kept: One of them.
     """
 
-    written: int = 0
-    kept: int = 0
-    full: int = 0
-    full_kept: int = 0
-
-
-class _Run:
-    """The checkpoints of tables by one scheme and policy, in a file system in memory."""
-
-    def __init__(self, tables: Sequence[TrainedTable], policy: cnr.Policy, scheme: Quantization) -> None:
-        self._root = f"memory://run-{uuid.uuid4().hex}"
-        self._rows = [
-            ModifiedRows(table.name, Box.whole(tuple(table.rows.shape)), torch.device("cpu")) for table in tables
-        ]
-        shards = [TrackedShard(rows, table.rows, table.states) for rows, table in zip(self._rows, tables, strict=True)]
-        self._state = {f"table.{table.name}": table.rows for table in tables}
-        self._state |= {f"state.{table.name}": table.state for table in tables}
-        self._planner = cnr.CNRSavePlanner(TrackedRows(shards), policy=policy)
-        self._writer = cnr.CNRStorageWriter(self._root, quantization={"table.*": scheme}, pack_bytes=_PACK_BYTES)
-        is_compacted = isinstance(policy, cnr.Compacted)
-        self._upkeep = Upkeep(self._root, Keep(last=1), is_compacted, pack_bytes=_PACK_BYTES) if is_compacted else None
-        self.course = Course(full_kept=sum(value.numel() * value.element_size() for value in self._state.values()))
-
-    def save(self, number: int, masks: Sequence[Mask]) -> None:
-        """Save a checkpoint of the rows that these masks say."""
-        for rows, mask in zip(self._rows, masks, strict=True):
-            rows.mark_where(torch.from_numpy(mask))
-        path, course = f"{self._root}/step-{number}", self.course
-        before = self._stored()
-        save(self._state, checkpoint_id=path, storage_writer=self._writer, planner=self._planner)
-        course.written += self._stored() - before
-        is_done = self._upkeep is None
-        while self._upkeep is not None and not is_done:
-            before = self._stored()
-            is_done = self._upkeep.compact_some(cnr.read_checkpoint(path))
-            course.written += self._stored() - before
-            self._upkeep.prune()
-        course.kept = max(course.kept, self._stored())
-        course.full += course.full_kept
-
-    def close(self) -> None:
-        """Remove all files."""
-        fsspec.filesystem("memory").rm(self._root, recursive=True)
-
-    def _stored(self) -> int:
-        files = MemoryFileSystem.store  # `du` looks through all files for each file
-        folder = self._root.removeprefix("memory:/") + "/"
-        return sum(file.size for path, file in files.items() if path.startswith(folder))
+    written: int
+    kept: int
+    full: int
+    full_kept: int
 
 
 @dataclass
@@ -162,7 +90,7 @@ def _say(setup: Setup, head: Head, text: str) -> None:
     setup.say(f"{head}: {text}")
 
 
-def trained_tables(clicks: Clicks, head: Head) -> list[TrainedTable]:
+def trained_tables(clicks: Clicks, head: Head) -> list[RunTable]:
     """Train a model, and return the rows of readers and articles that it has modified."""
     model = ClickModel(clicks.num_rows(), DIM, 0, head)
     touched = [torch.zeros(len(table), dtype=torch.bool) for table in model.tables]
@@ -172,12 +100,12 @@ def trained_tables(clicks: Clicks, head: Head) -> list[TrainedTable]:
             mask[lookup.rows] = True
     numbers = [TABLES.index(name) for name in SAVED_TABLES]
     return [
-        TrainedTable(TABLES[number], model.tables[number][touched[number]], model.state[number][touched[number]])
+        RunTable(TABLES[number], model.tables[number][touched[number]], model.state[number][touched[number]])
         for number in numbers
     ]
 
 
-def follow(tables: Sequence[TrainedTable], num_checkpoints: int, say: Callable[[str], None]) -> _Result:
+def follow(tables: Sequence[RunTable], num_checkpoints: int, say: Callable[[str], None]) -> _Result:
     """Save checkpoints of tables by each scheme and policy: 26 % of the rows are modified before each."""
     result = _Result(num_rows={table.name: len(table.rows) for table in tables})
     for name, scheme in SCHEMES.items():
@@ -185,22 +113,20 @@ def follow(tables: Sequence[TrainedTable], num_checkpoints: int, say: Callable[[
         result.errors[name] = float(errors.mean())
         for policy in POLICIES:
             say(f"{name}, {policy}")
-            own_run = _Run(tables, POLICIES[policy], scheme)
             masks = zip(*(modified_rows(len(table.rows), num_checkpoints) for table in tables), strict=True)
-            for number, own_masks in enumerate(masks):
-                own_run.save(number, own_masks)
-            result.courses[name, policy] = own_run.course
-            own_run.close()
+            steps = list(saved(tables, POLICIES[policy], scheme, masks, PACK_BYTES))
+            result.courses[name, policy] = _course(steps, tables)
     return result
 
 
-def _errors(scheme: Quantization, rows: Tensor) -> Tensor:
+def _course(steps: Sequence[Step], tables: Sequence[RunTable]) -> Course:
+    full = sum(table.num_bytes for table in tables)
+    return Course(sum(step.written for step in steps), max(step.kept for step in steps), len(steps) * full, full)
+
+
+def _errors(rule: Quantization, rows: Tensor) -> Tensor:
     """Return the l2 norm of each row's error, with the choice of scheme that a save makes."""
-    chosen = scheme.choose(lambda: rows[:: max(1, len(rows) // 2048)], 0)
-    encoded = chosen.encode(rows)
-    decoded = chosen.decode(encoded.codes, DIM, rows.dtype)
-    decoded[encoded.exact] = rows[encoded.exact]
-    errors: Tensor = (decoded - rows).double().norm(dim=1)
+    errors: Tensor = (decoded_rows(rows, torch.arange(len(rows)), rule) - rows).double().norm(dim=1)
     return errors
 
 

@@ -1,4 +1,4 @@
-"""Runs of a policy: checkpoints of one table with given modified rows, saved for real or computed by their bytes.
+"""Runs of a policy: checkpoints of tables with given modified rows, saved for real or computed by their bytes.
 
 The rate at which each row is modified is drawn once. The logarithms of the rates are uniform, up to the rate with which
 the first delta contains 26 % of the rows. The share of rows modified in i intervals is then .26 + .105 ln i, the curve
@@ -7,13 +7,15 @@ fitted to the figures of Check-N-Run (NSDI '22, section 3.2).
 
 import math
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import fsspec
 import numpy as np
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import torchrec_cnr as cnr
@@ -24,6 +26,7 @@ from torchrec_cnr.lineage.checkpoint import read_lineage
 from torchrec_cnr.maintenance.background_upkeep import Upkeep
 from torchrec_cnr.maintenance.pruning.retention import Keep
 from torchrec_cnr.policies import Since
+from torchrec_cnr.quantization import Quantization
 from torchrec_cnr.tracking.modified_rows import ModifiedRows
 from torchrec_cnr.tracking.tracked_tables import TrackedRows, TrackedShard
 
@@ -32,6 +35,37 @@ FULL_ROW_BYTES = 4 * DIM + 4  # in fp32, with row-wise optimizer state
 FIRST_SHARE, GROWTH = 0.26, 0.105
 EXACT = cnr.NoQuantization()
 EULER_GAMMA = 0.5772156649
+
+
+@dataclass(frozen=True, eq=False)
+class RunTable:
+    """A table with its row-wise optimizer state.
+
+    Attributes:
+        name: The name of the table.
+        rows: float32 [num_rows, DIM].
+        state: float32 [num_rows].
+    """
+
+    name: str
+    rows: Tensor
+    state: Tensor
+
+    @classmethod
+    def random(cls, num_rows: int) -> "RunTable":
+        """Return a table of random rows, the same in each call."""
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn(num_rows, DIM, generator=generator) * 0.05
+        return cls("table", rows, torch.rand(num_rows, generator=generator))
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the rows and their state."""
+        return self.rows.nbytes + self.state.nbytes
+
+    def states(self) -> list[Tensor]:
+        """Return the optimizer state, as trackers ask for it."""
+        return [self.state]
 
 
 @dataclass(frozen=True)
@@ -64,27 +98,32 @@ def modified_rows(num_rows: int, num_checkpoints: int) -> Iterator[Mask]:
 
 
 def saved(
-    policy: cnr.Policy, scheme: cnr.Scheme, masks: Iterable[Mask], pack_bytes: int, state_scheme: cnr.Scheme = EXACT
+    tables: Sequence[RunTable],
+    policy: cnr.Policy,
+    scheme: Quantization,
+    masks: Iterable[Sequence[Mask]],
+    pack_bytes: int,
+    state_scheme: cnr.Scheme = EXACT,
 ) -> Iterator[Step]:
-    """Save, compact and prune for real, into a file system in memory: rows × 64 in fp32, with row-wise state.
+    """Save, compact and prune for real, into a file system in memory.
 
     Args:
+        tables: The tables of the model.
         policy: The policy; with ``Compacted``, the run is compacted after each save.
-        scheme: The scheme of the table.
-        masks: Masks of the rows that each interval modifies, bool [num_rows].
+        scheme: The scheme of the tables, or a rule that chooses it.
+        masks: For each interval, a mask for each table of the rows that it modifies, bool [num_rows].
         pack_bytes: Approximate size of data files, in bytes.
         state_scheme: The scheme of the optimizer state.
     """
     root = f"memory://run-{uuid.uuid4().hex}"
-    quantization = {"table": scheme, "state": state_scheme}
+    quantization = {"*.state": state_scheme, "*": scheme}
     writer = cnr.CNRStorageWriter(root, quantization=quantization, pack_bytes=pack_bytes)
     does_compact = isinstance(policy, cnr.Compacted)
     max_ratio = policy.max_ratio if isinstance(policy, cnr.Compacted) else 1.0
     upkeep = Upkeep(root, Keep(last=1), does_compact, max_ratio, pack_bytes)
-    run: _Run | None = None
-    for number, mask in enumerate(masks):
-        run = run or _Run(len(mask), policy)
-        run.rows.mark_where(torch.from_numpy(mask))
+    run = _Run(tables, policy)
+    for number, own_masks in enumerate(masks):
+        run.mark(own_masks)
         path = f"{root}/step-{number}"
         before = _stored_bytes(root)
         save(run.state, checkpoint_id=path, storage_writer=writer, planner=run.planner)
@@ -103,21 +142,25 @@ def saved(
 
 
 class _Run:
-    """A table with its optimizer state, in a run of checkpoints."""
+    """Tables with their optimizer state, in a run of checkpoints."""
 
-    def __init__(self, num_rows: int, policy: cnr.Policy) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.rows = ModifiedRows("table", Box((0, 0), (num_rows, DIM)), torch.device("cpu"))
-        self.state = {
-            "table": torch.randn(num_rows, DIM, generator=generator) * 0.05,
-            "state": torch.rand(num_rows, generator=generator),
-        }
-        tracked = TrackedRows([TrackedShard(self.rows, self.state["table"], lambda: [self.state["state"]])])
-        self.planner = cnr.CNRSavePlanner(tracked, policy=policy)
+    def __init__(self, tables: Sequence[RunTable], policy: cnr.Policy) -> None:
+        device = torch.device("cpu")
+        self._rows = [ModifiedRows(table.name, Box.whole(tuple(table.rows.shape)), device) for table in tables]
+        self.state = {table.name: table.rows for table in tables}
+        self.state |= {f"{table.name}.state": table.state for table in tables}
+        shards = [TrackedShard(rows, table.rows, table.states) for rows, table in zip(self._rows, tables, strict=True)]
+        self.planner = cnr.CNRSavePlanner(TrackedRows(shards), policy=policy)
+
+    def mark(self, masks: Sequence[Mask]) -> None:
+        """Mark the rows of each table that its mask says."""
+        for rows, mask in zip(self._rows, masks, strict=True):
+            rows.mark_where(torch.from_numpy(mask))
 
 
 def _stored_bytes(root: str) -> int:
-    return int(fsspec.filesystem("memory").du(root))
+    folder = root.removeprefix("memory:/") + "/"  # `du` would look through all files for each file
+    return sum(file.size for path, file in MemoryFileSystem.store.items() if path.startswith(folder))
 
 
 def _restore_bytes(path: str) -> int:
