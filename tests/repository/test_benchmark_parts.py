@@ -22,6 +22,7 @@ from benchmarks.support.confidence_intervals import num_seeds_for, relative_chan
 from benchmarks.support.data import clicks as clicks_module
 from benchmarks.support.data.click_model import ADAGRAD_EPSILON, TABLE_LEARNING_RATE, ClickModel, labels, update_rows
 from benchmarks.support.data.clicks import BATCH_CLICKS, Batch, Clicks, Lookup, batches, read_clicks
+from benchmarks.support.data.tiled_rows import NOISE, tiled
 from benchmarks.support.jobs.restored_runs import (
     Restores,
     auc_of,
@@ -293,3 +294,15 @@ def test_movement_is_relative_to_the_row() -> None:
         torch.tensor([[3.0, 1.5], [1.0, 1.0], [0.0, 0.0]]),
     )
     assert movement(rows, before).tolist() == [0.5, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("num_rows", [7, 50, 123])
+def test_tiled_rows_are_those_of_a_table_with_noise(num_rows: int) -> None:
+    """Each row is that of the table, but for about a thousandth of its norm, and no two rows are equal."""
+    rows = table_of(50, 64)
+    table = tiled(rows, num_rows)
+    expected = rows.repeat(3, 1)[:num_rows]
+    moved = (table - expected).norm(dim=1) / expected.norm(dim=1)
+    assert float(moved.max()) < 2 * NOISE
+    assert float(moved.min()) > NOISE / 2
+    assert len(table.unique(dim=0)) == num_rows

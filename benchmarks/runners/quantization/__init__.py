@@ -1,7 +1,7 @@
 """Benchmarks of quantization.
 
 - ``accuracy``: the loss of accuracy by restores from quantized checkpoints.
-- ``coding``: speed of uniform quantization and of k-means.
+- ``coding``: speed of uniform quantization, of k-means, and of transform-coded rows.
 - ``error``: error of every scheme and width.
 - ``movement``: distances that rows move between checkpoints.
 - ``search``: error and speed of adaptive quantization.

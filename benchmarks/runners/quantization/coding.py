@@ -1,8 +1,12 @@
-"""The throughput of plain quantization, relative to FBGEMM, and of k-means."""
+"""The throughput of plain quantization, relative to FBGEMM, of k-means, and of transform-coded rows.
+
+Transform-coded rows are those of trained tables. Their entropy coding counts, as do all threads.
+"""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TypeVar
 
 import fbgemm_gpu  # noqa: F401  registers the operators used here
 import numpy as np
@@ -13,10 +17,16 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 import torchrec_cnr as cnr
+from benchmarks.support.data.click_model import Head
+from benchmarks.support.data.clicks import trained_on
 from benchmarks.support.data.embedding_rows import drawn_rows, trained_rows
+from benchmarks.support.data.tiled_rows import tiled, trained_table
 from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table
 from benchmarks.support.rounds import Candidate, Setup, interleave, ratios, times_table
+from torchrec_cnr.quantization import Scheme, SchemeRules, Transformed
+from torchrec_cnr.quantization.packed_rows import pack_rows, unpack_bytes
+from torchrec_cnr.saving.encoding import choose_scheme
 from torchrec_cnr.storage.pack_writer import BLOCK_BYTES
 
 DIM = 64
@@ -25,9 +35,16 @@ NUM_ROUNDS, NUM_QUICK_ROUNDS = 15, 1
 BLOCK_ROWS = BLOCK_BYTES // (4 * DIM)
 NUM_CLUSTERED, NUM_CLUSTERED_BY_SKLEARN, NUM_QUICK_CLUSTERED = 1 << 14, 300, 5
 MODIFIED = 0.26
+NUM_TRAINED_ROWS, NUM_QUICK_TRAINED_ROWS = 1 << 18, 1 << 13
+TRANSFORM_THREADS = 2
+HEADS: tuple[Head, ...] = ("dot products", "DCN-v2")
+TABLES = ("readers", "articles")
+MIN_ENCODED, MIN_DECODED = 0.4, 1.0  # GB of fp32 per second
+TRANSFORM, UNIFORM, COPY = "TransformCoded", "AdaptiveAsymmetric(4)", "copy"
 
 _OPS = torch.ops.fbgemm
 Coder = Callable[[Tensor], Tensor]
+BlockT = TypeVar("BlockT")
 FP16_SCALE, FP32_SCALE = "FBGEMM", "FBGEMM, fp32 scale"  # the same bytes as ours, and a faster 8-bit layout
 
 
@@ -43,9 +60,12 @@ def _decoders(bits: int) -> dict[str, Coder]:
 
 def _candidate(run: Callable[[Tensor], object], tensor: Tensor) -> Candidate:
     """Return a candidate that runs block by block, as saves and loads do, so that blocks reuse the same memory."""
+    return _each(run, tensor.split(BLOCK_ROWS))
 
+
+def _each(run: Callable[[BlockT], object], blocks: Sequence[BlockT]) -> Candidate:
     def run_blocks(_: int) -> None:
-        for block in tensor.split(BLOCK_ROWS):
+        for block in blocks:
             run(block)
 
     return Candidate(run_blocks)
@@ -62,13 +82,19 @@ def run(setup: Setup) -> Report:
             figures += found
             tables.append(table)
     figures += _clusters(setup)
+    for found, table in _transforms(setup):
+        figures += found
+        tables.append(table)
     return Report(
-        title=f"Asymmetric and FBGEMM's operators, {len(rows):,} rows of {DIM} fp32; KMeans and scikit-learn",
+        title=f"Asymmetric and FBGEMM's operators, {len(rows):,} rows of {DIM} fp32; KMeans; TransformCoded",
         notes=(
             f"Throughput in turns, with {torch.get_num_threads()} threads, in blocks of {BLOCK_ROWS:,} rows. FBGEMM's",
             "operators are those that make and read the same bytes; for 8 bits it has a faster one, with scale and",
             "bias in fp32. We decode into a target, as a load does; FBGEMM into memory that is used again.",
             "Gathered: a quarter of the rows, by their numbers, where FBGEMM encodes what index_select has copied.",
+            f"TransformCoded has the error of 4 bits. Its entropy coder counts, with {TRANSFORM_THREADS} threads. Its",
+            f"rows are those of tables trained on {trained_on()}, repeated with noise. GB are of fp32. Copies are made",
+            "into memory that is used again.",
         ),
         figures=tuple(figures),
         tables=tuple(tables),
@@ -143,6 +169,70 @@ def _clusters(setup: Setup) -> Iterator[Figure]:
     yield Figure("KMeans(4), mean l2 of scikit-learn's", error / _sklearn_l2(few), "×", at_most=1.02)
 
 
+def _transforms(setup: Setup) -> Iterator[tuple[list[Figure], Table]]:
+    """Compare transform-coded rows of trained tables with uniform codes and with a copy, one table after another."""
+    torch.set_num_threads(TRANSFORM_THREADS)
+    for head in HEADS:
+        for name in TABLES:
+            setup.say(f"timing transform-coded {name}, {head}")
+            trained = trained_table(head, name, setup.quick).rows
+            rows = tiled(trained, NUM_QUICK_TRAINED_ROWS if setup.quick else NUM_TRAINED_ROWS)
+            chosen, uniform = (
+                choose_scheme(SchemeRules.of(rule), "table", is_table=True, values=rows, rows=None, num_restores=0)
+                for rule in (cnr.TransformCoded(cnr.AdaptiveAsymmetric(4)), cnr.AdaptiveAsymmetric(4))
+            )
+            if isinstance(chosen, Transformed):  # always, but for small sizes
+                what = f"{name}, {head}"
+                yield _speeds(setup, f"encodes {what}", _transform_encoders(rows, chosen, uniform), rows, MIN_ENCODED)
+                yield _speeds(setup, f"decodes {what}", _transform_decoders(rows, chosen, uniform), rows, MIN_DECODED)
+
+
+def _transform_encoders(rows: Tensor, transformed: Transformed, uniform: Scheme) -> dict[str, Candidate]:
+    target = torch.empty(BLOCK_ROWS, DIM)
+    return {
+        TRANSFORM: _candidate(lambda block: _packed(transformed, block), rows),
+        UNIFORM: _candidate(uniform.encode, rows),
+        COPY: _candidate(lambda block: target[: len(block)].copy_(block), rows),
+    }
+
+
+def _packed(scheme: Transformed, block: Tensor) -> NDArray[np.uint8]:
+    """Return the bytes of rows in a data file. No row of a trained table must be stored exactly."""
+    return pack_rows(scheme.encode(block).codes.view(torch.int16).numpy(), scheme.known)
+
+
+def _transform_decoders(rows: Tensor, transformed: Transformed, uniform: Scheme) -> dict[str, Candidate]:
+    target, numbers = torch.empty(BLOCK_ROWS, DIM), torch.arange(BLOCK_ROWS)
+    blocks = rows.split(BLOCK_ROWS)
+
+    def unpack(packed: tuple[NDArray[np.uint8], int]) -> None:
+        data, num_rows = packed
+        codes = torch.from_numpy(unpack_bytes(data, num_rows, transformed.known, "a block")).view(num_rows, -1)
+        decode(transformed, codes)
+
+    def decode(scheme: Scheme, codes: Tensor) -> None:
+        scheme.decode_into(codes, numbers[: len(codes)], 0, target, numbers[: len(codes)])
+
+    return {
+        TRANSFORM: _each(unpack, [(_packed(transformed, block), len(block)) for block in blocks]),
+        UNIFORM: _each(partial(decode, uniform), [uniform.encode(block).codes for block in blocks]),
+        COPY: _candidate(lambda block: target[: len(block)].copy_(block), rows),
+    }
+
+
+def _speeds(
+    setup: Setup, what: str, candidates: dict[str, Candidate], rows: Tensor, at_least: float
+) -> tuple[list[Figure], Table]:
+    timings = interleave(candidates, NUM_QUICK_ROUNDS if setup.quick else NUM_ROUNDS)
+    speeds = {name: [rows.nbytes / 1e9 / took.secs for took in taken] for name, taken in timings.items()}
+    figures = [
+        Figure.over_rounds(f"{TRANSFORM} {what}", speeds[TRANSFORM], "GB/s", at_least=at_least),
+        Figure.over_rounds(f"{TRANSFORM} {what}, throughput of a copy's", ratios(timings, COPY, TRANSFORM), "×"),
+        Figure.over_rounds(f"{UNIFORM} {what}", speeds[UNIFORM], "GB/s"),
+    ]
+    return figures, times_table(f"{TRANSFORM} {what}", timings)
+
+
 def _sklearn_l2(rows: NDArray[np.float32]) -> float:
     """Return the mean l2 error of one fit per row, with scikit-learn's default settings."""
     with threadpool_limits(1):  # more threads are slower, because a row is little work
@@ -150,4 +240,6 @@ def _sklearn_l2(rows: NDArray[np.float32]) -> float:
     return float(np.sqrt(inertias).mean())
 
 
-BENCHMARK = Benchmark(run, "speed of plain quantization and of k-means, relative to FBGEMM and scikit-learn")
+BENCHMARK = Benchmark(
+    run, "speed of plain quantization, relative to FBGEMM, of k-means, and of transform-coded rows of trained tables"
+)
