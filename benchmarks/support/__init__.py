@@ -2,6 +2,7 @@
 
 - ``confidence_intervals``: means over seeds, with their confidence intervals.
 - ``devices``: the device that benchmarks for GPUs use.
+- ``limited_store``: a store of limited speed.
 - ``process_memory``: resident memory now and at its peak.
 - ``processes``: runs a benchmark in another process.
 - ``registry``: finds the benchmarks in the folder of runners.

@@ -1,10 +1,13 @@
 """Parts of the benchmarks of accuracy and of movement: were one of them wrong, their figures would mean nothing."""
 
 import gzip
+import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -31,6 +34,7 @@ from benchmarks.support.jobs.restored_runs import (
     train,
     with_other_last_bits,
 )
+from benchmarks.support.limited_store import limited_store, remove
 from benchmarks.support.residuals import ResidualReader, Tally, entropy, plain_codes
 
 SCHEMES = [cnr.AdaptiveAsymmetric(2), cnr.AdaptiveAsymmetric(3), cnr.AdaptiveAsymmetric(4), cnr.Asymmetric(8)]
@@ -306,3 +310,22 @@ def test_tiled_rows_are_those_of_a_table_with_noise(num_rows: int) -> None:
     assert float(moved.max()) < 2 * NOISE
     assert float(moved.min()) > NOISE / 2
     assert len(table.unique(dim=0)) == num_rows
+
+
+@pytest.mark.long
+def test_limited_store_takes_so_many_bytes_per_second() -> None:
+    """Files of two threads follow one another, and another store does not wait for them."""
+    slow, fast = limited_store(1e6), limited_store(1e12)
+    fs = fsspec.filesystem("limited")
+    began = time.monotonic()
+    with ThreadPoolExecutor(2) as threads:
+        writes = [threads.submit(fs.pipe_file, f"{slow}/{name}", bytes(150_000)) for name in "ab"]
+        fs.pipe_file(f"{fast}/a", b"abc")
+        assert not all(write.done() for write in writes)
+    assert time.monotonic() - began >= 0.3
+    assert all(write.result() is None for write in writes)
+    assert fs.cat_file(f"{slow}/b") == bytes(150_000)
+    remove(slow)
+    assert not fs.exists(f"{slow}/b")
+    assert fs.cat_file(f"{fast}/a") == b"abc"
+    remove(fast)

@@ -12,4 +12,5 @@
 - ``scale``: a thousand tables on 128 ranks.
 - ``time``: time of a delta save and of a load.
 - ``training``: throughput of training with asynchronous saves.
+- ``transform_saves``: time of a delta save of transform-coded rows.
 """
