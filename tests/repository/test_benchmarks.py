@@ -50,6 +50,7 @@ SLOW = (
     "integrity",
     "training",
     "transform-accuracy",
+    "transform-memory",
     "transform-saves",
     "search",
     "coding",

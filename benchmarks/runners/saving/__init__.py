@@ -12,5 +12,6 @@
 - ``scale``: a thousand tables on 128 ranks.
 - ``time``: time of a delta save and of a load.
 - ``training``: throughput of training with asynchronous saves.
+- ``transform_memory``: peak memory of a save of transform-coded rows.
 - ``transform_saves``: time of a delta save of transform-coded rows.
 """

@@ -1,6 +1,7 @@
 """Jobs to measure.
 
 - ``async_saves``: asynchronous saves, by this library and by DCP.
+- ``large_save``: a save of one large table, in a process of its own.
 - ``policy_runs``: runs of many checkpoints under a policy.
 - ``preempted_job``: a job on several ranks that a signal stops.
 - ``restored_runs``: training that is restored from quantized checkpoints.
