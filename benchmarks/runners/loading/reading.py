@@ -17,10 +17,14 @@ from torch import Tensor, nn
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 import torchrec_cnr as cnr
+from benchmarks.support.data.clicks import trained_on
+from benchmarks.support.data.tiled_rows import tiled, trained_table
 from benchmarks.support.jobs.table_models import one_rank
 from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table
 from benchmarks.support.rounds import Setup
+from torchrec_cnr.format.manifest import Shard
+from torchrec_cnr.quantization import Quantization, Transformed
 from torchrec_cnr.storage.store import Store
 
 SizedT = TypeVar("SizedT", bound=Sized)
@@ -30,7 +34,12 @@ NUM_DELTAS = 2
 SHARE = 0.2  # share of each table's rows that are modified before each delta
 RANGE_SHARE = 0.01
 MAX_RATIO = 1.2  # bytes read, relative to the bytes wanted
-SCHEMES: Mapping[str, cnr.Scheme] = {"4 bits": cnr.AdaptiveAsymmetric(4), "exact": cnr.NoQuantization()}
+TRANSFORMED = "transformed, error of 4 bits"
+SCHEMES: Mapping[str, Quantization] = {
+    "4 bits": cnr.AdaptiveAsymmetric(4),
+    "exact": cnr.NoQuantization(),
+    TRANSFORMED: cnr.TransformCoded(cnr.AdaptiveAsymmetric(4)),
+}
 FULL = (1_000, 10_000, 150_000)  # rows of the smallest table, of the largest but one, and of the largest
 QUICK = (10, 100, 500)
 NUM_TABLES = 26
@@ -79,7 +88,8 @@ class Reading:
 
     Attributes:
         what: The content that was read, and the method.
-        wanted_bytes: Bytes of the blobs that contain it and of their row numbers, in all checkpoints.
+        wanted_bytes: Bytes of the blobs that contain it, of their row numbers, and of their transforms and bases, in
+            all checkpoints.
         num_bytes: Number of bytes read.
         num_requests: Number of reads.
     """
@@ -101,13 +111,26 @@ def table_rows(smallest: int, second: int, largest: int) -> list[int]:
     return [*(round(smallest * ratio**index) for index in range(NUM_TABLES - 1)), largest]
 
 
-def save_lineage(root: Path, scheme: cnr.Scheme, num_rows: Sequence[int]) -> str:
-    """Save a baseline and deltas of tables with row-wise Adagrad, and return the path of the latest checkpoint."""
+def save_lineage(root: Path, scheme: Quantization, num_rows: Sequence[int], trained: Tensor | None = None) -> str:
+    """Save a baseline and deltas of tables with row-wise Adagrad, and return the path of the latest checkpoint.
+
+    Args:
+        root: The folder of the checkpoints.
+        scheme: The scheme of the tables, or the rule that chooses it.
+        num_rows: Rows of each table.
+        trained: Rows of which the tables consist, repeated, [n, DIM]; None for random ones.
+    """
     torch.manual_seed(0)
     model = nn.ModuleDict({f"t{index}": nn.EmbeddingBag(rows, DIM) for index, rows in enumerate(num_rows)})
-    optimizer = RowWiseAdagrad(model.parameters(), lr=0.1)
+    rate = 0.1
+    if trained is not None:
+        rate *= float(trained.std())  # random values have a standard deviation of 1
+        for weights in model.parameters():
+            weights.data = tiled(trained, len(weights))
+    optimizer = RowWiseAdagrad(model.parameters(), lr=rate)
     tracker = cnr.RowTracker(model)
     planner = cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive())
+    writer = cnr.CNRStorageWriter(root, quantization=scheme, sync_files=False)
     for number in range(NUM_DELTAS + 1):
         if number:
             ids = [torch.randperm(rows)[: round(SHARE * rows)] for rows in num_rows]
@@ -116,23 +139,36 @@ def save_lineage(root: Path, scheme: cnr.Scheme, num_rows: Sequence[int]) -> str
             optimizer.zero_grad()
         states = {name: optimizer.state[table.weight] for name, table in model.items()}
         saved = {"model": model.state_dict(), "optim": {"state": states}}
-        writer = cnr.CNRStorageWriter(root / str(number), quantization=scheme, sync_files=False)
-        dcp.save(saved, storage_writer=writer, planner=planner)  # type: ignore[attr-defined]
+        path = root / str(number)
+        dcp.save(saved, checkpoint_id=path, storage_writer=writer, planner=planner)  # type: ignore[attr-defined]
     tracker.close()
     return str(root / str(NUM_DELTAS))
 
 
 def wanted_bytes(head: str, fqn: str, rows: range) -> int:
-    """Return the bytes of all blobs of a checkpoint chain that contain rows of a table or the numbers of these rows."""
+    """Return the bytes of all blobs of a checkpoint chain that a read of rows of a table needs.
+
+    They contain the rows and the numbers of these rows. Transforms and bases count once, however many blobs need them.
+    """
     total, path = 0, head
+    transforms: dict[str, int] = {}  # bytes by digest
     while path:
         checkpoint = cnr.read_checkpoint(path)
         for shard in checkpoint.manifest.tensors[fqn].shards:
             for blob, block in zip(shard.blobs, shard.rows.blocks, strict=True):
                 if block.first < rows.stop and block.first + block.span > rows.start:
                     total += blob.num_bytes + (block.blob.num_bytes if block.blob else 0)
+                    transforms |= _transform_bytes(shard)
         path = checkpoint.parent or ""
-    return total
+    return total + sum(transforms.values())
+
+
+def _transform_bytes(shard: Shard) -> dict[str, int]:
+    """Return the bytes of the transform of a shard and of its basis, by their digests."""
+    if shard.transform is None or not isinstance(shard.scheme, Transformed):
+        return {}
+    digests = (shard.scheme.digest, shard.scheme.basis)
+    return {digest: blob.num_bytes for digest, blob in zip(digests, shard.transform.blobs, strict=False) if digest}
 
 
 def measure(head: str, num_rows: Sequence[int], tables: Sequence[int]) -> list[Reading]:
@@ -180,7 +216,8 @@ def run(setup: Setup) -> Report:
     with one_rank(setup.folder):
         for name, scheme in SCHEMES.items():
             setup.say(f"saving {NUM_TABLES} tables, {name}, and reading two of them")
-            head = save_lineage(setup.folder / name, scheme, num_rows)
+            trained = trained_table("dot products", "readers", setup.quick).rows if name == TRANSFORMED else None
+            head = save_lineage(setup.folder / name, scheme, num_rows, trained)
             for reading in measure(head, num_rows, (NUM_TABLES - 2, NUM_TABLES - 1)):
                 figures.append(Figure(f"{reading.what}, {name}", reading.ratio, "×", at_most=MAX_RATIO))
                 counts = (f"{reading.wanted_bytes:,}", f"{reading.num_bytes:,}", str(reading.num_requests))
@@ -191,7 +228,8 @@ def run(setup: Setup) -> Report:
         notes=(
             f"Of a baseline and {NUM_DELTAS} deltas of {100 * SHARE:g} % of the rows each, saved by one rank.",
             "Every byte read from the store counts, those of manifests and headers too. What is wanted are the blobs",
-            "that hold the table, or the range of its rows, and the numbers of these rows.",
+            "that hold the table, or the range of its rows, the numbers of these rows, and their transforms. Rows are",
+            f"random; those that are transformed are of a table trained on {trained_on()}.",
         ),
         figures=tuple(figures),
         tables=(Table(("read", "bytes wanted", "bytes read", "requests"), tuple(rows)),),
