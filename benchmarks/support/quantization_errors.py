@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +12,14 @@ import torchrec_cnr as cnr
 from benchmarks.support.data.embedding_rows import trained_rows
 from benchmarks.support.report import number
 from torchrec_cnr.format.blob_bytes import exact_row_bytes
-from torchrec_cnr.quantization import Scheme
+from torchrec_cnr.quantization import Scheme, SchemeRules, Transformed
+from torchrec_cnr.quantization.packed_rows import pack_rows
 from torchrec_cnr.quantization.uniform import BITS, mean_error, relative_error
-from torchrec_cnr.saving.encoding import sampled_rows
+from torchrec_cnr.saving.encoding import choose_scheme, sampled_rows
 
 WIDTHS = (64, 16)
-BASE, DEFAULT = "Asymmetric", "AdaptiveAsymmetric"
+BASE, DEFAULT, TRANSFORMED = "Asymmetric", "AdaptiveAsymmetric", "TransformCoded"
+TRANSFORMED_BITS = (3, 4)
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Point:
         num_cols: Number of columns of the table.
         series: Name of the series.
         bits: Label of the scheme in the series.
-        row_bytes: Bytes per row, including the additional bytes of exact rows.
+        row_bytes: Bytes per row, including the additional bytes of exact rows, and of the transform and its basis.
         error: Mean l2 norm of the rows' errors, divided by the mean l2 norm of the rows.
         relative_square: Sum of the squared errors of all rows, divided by the sum of their squared values.
         num_exact: Number of rows that are stored exactly.
@@ -68,6 +71,12 @@ def _default(bits: int, rows: Tensor) -> Scheme:
     return cnr.AdaptiveAsymmetric(bits).choose(lambda: sampled_rows(rows, None), 0)
 
 
+def _transformed(bits: int, rows: Tensor) -> Scheme:
+    """Return the scheme that a save of these rows chooses, at the error of the default scheme."""
+    rules = SchemeRules.of(cnr.TransformCoded(cnr.AdaptiveAsymmetric(bits)))
+    return choose_scheme(rules, "table", is_table=True, values=rows, rows=None, num_restores=0)
+
+
 SERIES = (
     Series("Symmetric", _by_bits(lambda bits, _: cnr.Symmetric(bits)), is_uniform=True),
     Series(BASE, _by_bits(lambda bits, _: cnr.Asymmetric(bits)), is_uniform=True),
@@ -85,6 +94,7 @@ SERIES = (
             "fp16": lambda _: cnr.HalfPrecision(torch.float16),
         },
     ),
+    Series(TRANSFORMED, {str(bits): partial(_transformed, bits) for bits in TRANSFORMED_BITS}),
 )
 
 
@@ -103,13 +113,20 @@ def measure(widths: Iterable[int], num_rows: int, say: Callable[[str], None]) ->
 
 def _point(rows: Tensor, series: str, bits: str, scheme: Scheme) -> Point:
     num_rows, num_cols = rows.shape
-    num_exact = len(scheme.encode(rows).exact)
-    exact_bytes = num_exact * exact_row_bytes(num_cols, rows.itemsize)
+    encoded = scheme.encode(rows)
+    num_exact = len(encoded.exact)
+    num_bytes = num_exact * exact_row_bytes(num_cols, rows.itemsize)
+    if isinstance(scheme, Transformed):
+        transform = scheme.known
+        num_bytes += pack_rows(encoded.codes.view(torch.int16).numpy(), transform).nbytes + len(transform.data)
+        num_bytes += 0 if transform.basis is None else len(transform.basis.data)
+    else:
+        num_bytes += num_rows * scheme.row_bytes(num_cols, rows.dtype)
     return Point(
         num_cols=num_cols,
         series=series,
         bits=bits,
-        row_bytes=scheme.row_bytes(num_cols, rows.dtype) + exact_bytes / num_rows,
+        row_bytes=num_bytes / num_rows,
         error=mean_error(scheme, rows) / float(rows.double().norm(dim=1).mean()),
         relative_square=relative_error(scheme, rows) or 0.0,
         num_exact=num_exact,

@@ -3,7 +3,7 @@
 The error is that of Check-N-Run: the mean l2 norm of the rows' errors (NSDI '22, section 4.2).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from torch import Tensor
@@ -11,7 +11,16 @@ from torch import Tensor
 from benchmarks.plots.quantization import PLOT
 from benchmarks.support.data.clicks import trained_on
 from benchmarks.support.data.embedding_rows import trained_rows
-from benchmarks.support.quantization_errors import BASE, DEFAULT, SERIES, WIDTHS, Point, measure
+from benchmarks.support.quantization_errors import (
+    BASE,
+    DEFAULT,
+    SERIES,
+    TRANSFORMED,
+    TRANSFORMED_BITS,
+    WIDTHS,
+    Point,
+    measure,
+)
 from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table, number
 from benchmarks.support.rounds import Setup
@@ -37,8 +46,10 @@ def run(setup: Setup) -> Report:
         notes=(
             "Mean l2 norm of the rows' errors, as a part of the rows' mean l2 norm; bytes with those of rows that a",
             f"scheme stores exactly. A row is improved if its l2 error is less than with {BASE} of as many bits.",
+            f"{TRANSFORMED} has the error of {DEFAULT} with as many bits, and bytes with those of its transform. The",
+            "tables were trained by matrix factorisation. It makes other tables much smaller; see `transforms`.",
         ),
-        figures=tuple(_gain(points, bits) for bits in widths),
+        figures=(*(_gain(points, bits) for bits in widths), *_transform_gains(points)),
         tables=(
             _errors(points),
             Table(
@@ -61,6 +72,16 @@ def _errors(points: Sequence[Point]) -> Table:
 def _gain(points: Sequence[Point], bits: str) -> Figure:
     found = {point.series: point.error for point in points if point.bits == bits and point.num_cols == DIM}
     return Figure(f"error of {DEFAULT}({bits}), of {BASE}'s", found[DEFAULT] / found[BASE], "×")
+
+
+def _transform_gains(points: Sequence[Point]) -> Iterator[Figure]:
+    found = {(point.series, point.bits): point for point in points if point.num_cols == DIM}
+    for bits in map(str, TRANSFORMED_BITS):
+        transformed, default = found[TRANSFORMED, bits], found[DEFAULT, bits]
+        share, error = transformed.row_bytes / default.row_bytes, transformed.error / default.error
+        what = f"of {TRANSFORMED} at {bits} bits' error, of {DEFAULT}'s"
+        yield Figure(f"bytes {what}", share, "×", at_most=1.0)
+        yield Figure(f"error {what}", error, "×", at_most=1.0)
 
 
 def _improved(rows: Tensor, name: str, bits: str) -> float:
