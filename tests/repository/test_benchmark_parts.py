@@ -36,6 +36,8 @@ from benchmarks.support.jobs.restored_runs import (
 )
 from benchmarks.support.limited_store import limited_store, remove
 from benchmarks.support.residuals import ResidualReader, Tally, entropy, plain_codes
+from benchmarks.support.transformed_rows import TransformedRows, TransformTally
+from torchrec_cnr.quantization.row_transform import basis_bytes, transform_bytes
 
 SCHEMES = [cnr.AdaptiveAsymmetric(2), cnr.AdaptiveAsymmetric(3), cnr.AdaptiveAsymmetric(4), cnr.Asymmetric(8)]
 
@@ -329,3 +331,24 @@ def test_limited_store_takes_so_many_bytes_per_second() -> None:
     assert not fs.exists(f"{slow}/b")
     assert fs.cat_file(f"{fast}/a") == b"abc"
     remove(fast)
+
+
+def test_transforms_count_when_they_are_learned() -> None:
+    """The first checkpoint has transform and basis; the next one of the same rows has the rows alone."""
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(3000, 4, generator=generator) @ torch.randn(4, 64, generator=generator)
+    transformed, rows = TransformedRows(4), torch.arange(3000)
+    first, second = transformed.store(table, rows), transformed.store(table, rows)
+    assert (first.num_values, first.num_bases, second.num_bases) == (table.numel(), 1, 0)
+    assert first.num_bytes - second.num_bytes == transform_bytes(64) + basis_bytes(64)
+    assert second.bits < 2
+    assert second.error < 1.1
+    assert (first + second).num_bytes == first.num_bytes + second.num_bytes
+    assert transformed.store(table, rows[:0]) == TransformTally()
+
+
+def test_rows_without_structure_count_as_uniform_codes() -> None:
+    """All values equal: the rule has no error to meet, and takes uniform codes."""
+    tally = TransformedRows(4).store(torch.full((100, 64), 0.5), torch.arange(100))
+    assert tally.bits == 4 + 32 / 64
+    assert (tally.num_bases, tally.error) == (0, 1.0)

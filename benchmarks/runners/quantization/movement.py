@@ -3,7 +3,7 @@
 The rows are those of the model that ``accuracy`` trains, with checkpoints at even distances. At each checkpoint, the
 modified rows are compared with their values at the one before, and stored for readers of residuals
 (``benchmarks.support.residuals``) with several numbers of bits. The readers know the initial values of all rows, as
-from a seed.
+from a seed. The same rows are also transform-coded (``benchmarks.support.transformed_rows``).
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,10 +23,12 @@ from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table
 from benchmarks.support.residuals import SCALE_AND_BIAS_BITS, STEP_BITS, ResidualReader, Tally
 from benchmarks.support.rounds import Setup
+from benchmarks.support.transformed_rows import TransformedRows, TransformTally
 
 DIM, SMALL_DIM = 64, 16
 SHARES = (0.01, 0.05, 0.1)  # shares of the clicks between two checkpoints
 BITS = (2, 4, 8)
+TRANSFORMED_BITS = (3, 4)  # whose error transform-coded rows have
 WARM_UP = 0.2  # share of the clicks whose checkpoints do not count
 NUM_CLICKS, NUM_QUICK_CLICKS, NUM_ALL_CLICKS = 2_000_000, 20 * BATCH_CLICKS, 2_988_181
 QUANTILES = (0.5, 0.9, 0.99, 0.999, 1.0)
@@ -48,6 +50,7 @@ class Course:
         movement: For each table and ``KNOWN`` or ``NEW``, the movement of each modified row, as float32 arrays.
         tallies: For each of ``BITS`` and each of ``ALL_CLASSES``, the counts of stored rows.
         untouched: For each table, the share of its rows that no click touched until the end.
+        transformed: For each table and each of ``TRANSFORMED_BITS``, the counts of transform-coded rows.
     """
 
     dim: int
@@ -56,11 +59,17 @@ class Course:
     movement: dict[tuple[str, str], list[NDArray[np.float32]]] = field(default_factory=dict)
     tallies: dict[tuple[int, int], Tally] = field(default_factory=dict)
     untouched: dict[str, float] = field(default_factory=dict)
+    transformed: dict[tuple[str, int], TransformTally] = field(default_factory=dict)
 
     def tally(self, bits: int, classes: Iterable[int] = ALL_CLASSES) -> Tally:
         """Return the counts of rows of these classes together, in one code."""
         found = (self.tallies.get((bits, number), Tally(self.dim)) for number in classes)
         return sum(found, Tally(self.dim))
+
+    def transform_tally(self, bits: int) -> TransformTally:
+        """Return the counts of the transform-coded rows of all tables together."""
+        found = (tally for (_, own_bits), tally in self.transformed.items() if own_bits == bits)
+        return sum(found, TransformTally())
 
     def share_of(self, number: int) -> float:
         """Return the share of the rows of a class in all modified rows."""
@@ -117,6 +126,7 @@ class _FollowedTable:
         self._values = values
         self._before = values.clone()
         self._readers = {bits: ResidualReader(values, bits) for bits in BITS}
+        self._transformed = {bits: TransformedRows(bits) for bits in TRANSFORMED_BITS}
 
     def checkpoint(self, course: Course | None) -> None:
         """Store the modified rows, and record their movement in ``course`` unless it is None."""
@@ -129,6 +139,11 @@ class _FollowedTable:
                 tally = reader.store(self._values, rows[classes == number])
                 if course is not None:
                     course.tallies[bits, number] = course.tallies.get((bits, number), Tally(course.dim)) + tally
+        for bits, transformed in self._transformed.items():
+            stored = transformed.store(self._values, rows)
+            if course is not None:
+                earlier = course.transformed.get((self.name, bits), TransformTally())
+                course.transformed[self.name, bits] = earlier + stored
         if course is not None:
             for kind, is_kind in ((KNOWN, ~is_new), (NEW, is_new)):
                 course.movement.setdefault((self.name, kind), []).append(moved[is_kind].numpy())
@@ -150,6 +165,10 @@ def _report(num_clicks: int, courses: Sequence[Course]) -> Report:
             tally = course.tally(bits)
             what = f"{bits} bits, each {course.share:.0%}: bits of residuals, steps told, of the plain code's"
             figures.append(Figure(what, tally.told_bits / _plain_bits(bits, course.dim), "×"))
+        for bits in TRANSFORMED_BITS:
+            what = f"error of {bits} bits, each {course.share:.0%}: bits of transform-coded rows, of uniform codes'"
+            share = course.transform_tally(bits).bits / _plain_bits(bits, course.dim)
+            figures.append(Figure(what, share, "×", at_most=1.0))
     untouched = ", ".join(f"{name} {share:.1%}" for name, share in courses[0].untouched.items())
     num_exact = sum(tally.num_exact for course in courses for tally in course.tallies.values())
     return Report(
@@ -163,9 +182,16 @@ def _report(num_clicks: int, courses: Sequence[Course]) -> Report:
             f"'steps told' adds {STEP_BITS} bits to each row that is not zero. A plain row has {SCALE_AND_BIAS_BITS}",
             f"bits of scale and bias. Rows that plain codes store exactly, and that are left out: {num_exact:,}.",
             "Errors are squared errors of all modified rows, as a part of those of the plain code.",
+            "Transform-coded rows have the mean l2 error of AdaptiveAsymmetric, and the bytes of files, with those of",
+            "transforms that checkpoints after the first ones learned. They need nothing of the checkpoint before.",
         ),
         figures=tuple(figures),
-        tables=(_movement_table(courses), _bits_table(courses), _classes_table(courses)),
+        tables=(
+            _movement_table(courses),
+            _bits_table(courses),
+            _classes_table(courses),
+            _transforms_table(courses),
+        ),
         plot={
             "courses": [_drawn(course) for course in courses if course.dim == courses[0].dim],
             "plain": {str(bits): _plain_bits(bits, courses[0].dim) for bits in BITS},
@@ -242,6 +268,16 @@ def _classes_table(courses: Sequence[Course]) -> Table:
             lines.append((f"{course.dim}", f"{course.share:.0%}", name, f"{share:.1%}", *cells))
     told = (f"{bits} bits, steps told" for bits in BITS)
     return Table(("columns", "each", "touched before, moved", "of all modified", *told), tuple(lines))
+
+
+def _transforms_table(courses: Sequence[Course]) -> Table:
+    lines = []
+    for course in courses:
+        for (name, bits), tally in course.transformed.items():
+            cells = (f"{_plain_bits(bits, course.dim):.2f}", f"{tally.bits:.2f}", f"{tally.num_bases}")
+            lines.append((f"{course.dim}", f"{course.share:.0%}", f"{bits}", name, *cells, f"{tally.error:.3f}"))
+    columns = ("columns", "each", "error of bits", "rows", "uniform, bits an element", "transformed", "bases", "error")
+    return Table(columns, tuple(lines))
 
 
 BENCHMARK = Benchmark(
