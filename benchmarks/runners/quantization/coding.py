@@ -207,7 +207,7 @@ def _transform_decoders(rows: Tensor, transformed: Transformed, uniform: Scheme)
 
     def unpack(packed: tuple[NDArray[np.uint8], int]) -> None:
         data, num_rows = packed
-        codes = torch.from_numpy(unpack_bytes(data, num_rows, transformed.known, "a block")).view(num_rows, -1)
+        codes = torch.from_numpy(unpack_bytes(data, num_rows, 0, transformed.known, "a block")).view(num_rows, -1)
         decode(transformed, codes)
 
     def decode(scheme: Scheme, codes: Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import torchrec_cnr as cnr
-from benchmarks.runners.quantization.transforms import TrainedTable
+from benchmarks.support.jobs.policy_runs import RunTable
 from benchmarks.support.data.click_model import Head
 from benchmarks.support.data.clicks import trained_on
 from benchmarks.support.data.tiled_rows import tiled, trained_table
@@ -73,7 +73,7 @@ class _Chain:
         num_bytes: Bytes of the data files of the last delta.
     """
 
-    def __init__(self, table: TrainedTable, root: str, rule: Quantization, sync_files: bool) -> None:
+    def __init__(self, table: RunTable, root: str, rule: Quantization, sync_files: bool) -> None:
         self._root = root
         self._rows = ModifiedRows("table", Box.whole(tuple(table.rows.shape)), torch.device("cpu"))
         tracked = TrackedRows([TrackedShard(self._rows, table.rows, table.states)])
@@ -124,7 +124,7 @@ def run(setup: Setup) -> Report:
             setup.say(f"making {num_rows:,} rows, {head}")
             trained = trained_table(head, TABLE, setup.quick)
             state = trained.state.repeat(-(-num_rows // len(trained.state)))[:num_rows]
-            table = TrainedTable(TABLE, tiled(trained.rows, num_rows), state)
+            table = RunTable(TABLE, tiled(trained.rows, num_rows), state)
             for destination in DESTINATIONS:
                 what = f"{head}, {destination.name}"
                 with _root(setup, destination) as root:
@@ -154,7 +154,7 @@ class _Found:
 
 
 def _time(
-    setup: Setup, what: str, table: TrainedTable, root: str, destination: _Destination, num_rounds: int
+    setup: Setup, what: str, table: RunTable, root: str, destination: _Destination, num_rounds: int
 ) -> _Found:
     setup.say(f"{what}: baselines")
     chains = {name: _Chain(table, f"{root}/{name}", rule, destination.sync_files) for name, rule in RULES.items()}

@@ -5,21 +5,22 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from benchmarks.runners.quantization.transforms import TrainedTable, trained_tables
+from benchmarks.runners.quantization.transforms import trained_tables
 from benchmarks.support.data.click_model import Head
 from benchmarks.support.data.clicks import BATCH_CLICKS, read_clicks
+from benchmarks.support.jobs.policy_runs import RunTable
 
 NUM_CLICKS, NUM_QUICK_CLICKS = 300 * BATCH_CLICKS, 12 * BATCH_CLICKS
 NOISE = 1e-3  # its norm, of that of the row
 
 
-def trained_table(head: Head, name: str, is_quick: bool) -> TrainedTable:
+def trained_table(head: Head, name: str, is_quick: bool) -> RunTable:
     """Train a model, and return the rows of a table that it has modified; ``name`` is ``readers`` or ``articles``."""
     return next(table for table in _trained(head, is_quick) if table.name == name)
 
 
 @cache
-def _trained(head: Head, is_quick: bool) -> list[TrainedTable]:
+def _trained(head: Head, is_quick: bool) -> list[RunTable]:
     return trained_tables(read_clicks(NUM_QUICK_CLICKS if is_quick else NUM_CLICKS), head)
 
 

@@ -90,8 +90,7 @@ def decoded_rows(table: Tensor, rows: Tensor, rule: Quantization) -> Tensor:
     Returns:
         The decoded rows, float32 [n, dim].
     """
-    num_sampled = LEARNING_ROWS if isinstance(rule, TransformCoded) else SAMPLE_ROWS  # as a save does
-    scheme = rule.choose(lambda: sampled_rows(table, rows, num_sampled), 0)
+    scheme = choose_scheme(SchemeRules.of(rule), "table", True, table, rows, 0)
     encoded = scheme.encode(table, rows)
     decoded = scheme.decode(encoded.codes, table.shape[1], table.dtype)
     decoded[encoded.exact] = table[rows[encoded.exact]]
