@@ -16,7 +16,7 @@ from torch import Tensor
 import torchrec_cnr as cnr
 from benchmarks.support.data.click_model import ClickModel, Head
 from benchmarks.support.data.clicks import BATCH_CLICKS, TABLES, Clicks, batches, read_clicks, trained_on
-from benchmarks.support.jobs.policy_runs import DIM, RunTable, Step, modified_rows, saved
+from benchmarks.support.jobs.policy_runs import DIM, EXACT, RunTable, Step, modified_rows, saved
 from benchmarks.support.jobs.restored_runs import decoded_rows
 from benchmarks.support.jobs.table_models import one_rank
 from benchmarks.support.registry import Benchmark
@@ -28,11 +28,15 @@ SAVED_TABLES = ("readers", "articles")
 PACK_BYTES = 1 << 20  # small, so that a compaction can keep most files of small tables
 NUM_CLICKS, NUM_QUICK_CLICKS, NUM_ALL_CLICKS = 1_000_000, 12 * BATCH_CLICKS, 2_988_181  # all of the real ones
 NUM_CHECKPOINTS, NUM_QUICK_CHECKPOINTS = 100, 4
-SCHEMES: Mapping[str, Quantization] = {
-    "4 bits": cnr.AdaptiveAsymmetric(4),
-    "3 bits": cnr.AdaptiveAsymmetric(3),
-    "transformed, error of 4 bits": TransformCoded(cnr.AdaptiveAsymmetric(4)),
-    "transformed, error of 3 bits": TransformCoded(cnr.AdaptiveAsymmetric(3)),
+SCHEMES: Mapping[str, tuple[Quantization, cnr.Scheme]] = {  # of the tables, and of the optimizer state
+    "4 bits": (cnr.AdaptiveAsymmetric(4), EXACT),
+    "3 bits": (cnr.AdaptiveAsymmetric(3), EXACT),
+    "transformed, error of 4 bits": (TransformCoded(cnr.AdaptiveAsymmetric(4)), EXACT),
+    "transformed, error of 3 bits": (TransformCoded(cnr.AdaptiveAsymmetric(3)), EXACT),
+    "transformed, error of 4 bits; state in bf16": (
+        TransformCoded(cnr.AdaptiveAsymmetric(4)),
+        cnr.HalfPrecision(torch.bfloat16),
+    ),
 }
 POLICIES: Mapping[str, cnr.Policy] = {"Consecutive": cnr.Consecutive(), "Compacted": cnr.Compacted()}
 MIN_WRITTEN: Mapping[tuple[Head, str], float] = {
@@ -108,13 +112,13 @@ def trained_tables(clicks: Clicks, head: Head) -> list[RunTable]:
 def follow(tables: Sequence[RunTable], num_checkpoints: int, say: Callable[[str], None]) -> _Result:
     """Save checkpoints of tables by each scheme and policy: 26 % of the rows are modified before each."""
     result = _Result(num_rows={table.name: len(table.rows) for table in tables})
-    for name, scheme in SCHEMES.items():
+    for name, (scheme, state_scheme) in SCHEMES.items():
         errors = torch.cat([_errors(scheme, table.rows) for table in tables])
         result.errors[name] = float(errors.mean())
         for policy in POLICIES:
             say(f"{name}, {policy}")
             masks = zip(*(modified_rows(len(table.rows), num_checkpoints) for table in tables), strict=True)
-            steps = list(saved(tables, POLICIES[policy], scheme, masks, PACK_BYTES))
+            steps = list(saved(tables, POLICIES[policy], scheme, masks, PACK_BYTES, state_scheme))
             result.courses[name, policy] = _course(steps, tables)
     return result
 

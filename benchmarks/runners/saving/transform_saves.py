@@ -13,11 +13,10 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import torchrec_cnr as cnr
-from benchmarks.support.jobs.policy_runs import RunTable
 from benchmarks.support.data.click_model import Head
 from benchmarks.support.data.clicks import trained_on
 from benchmarks.support.data.tiled_rows import tiled, trained_table
-from benchmarks.support.jobs.policy_runs import modified_rows
+from benchmarks.support.jobs.policy_runs import RunTable, modified_rows
 from benchmarks.support.jobs.table_models import one_rank
 from benchmarks.support.limited_store import limited_store, remove
 from benchmarks.support.registry import Benchmark
@@ -153,9 +152,7 @@ class _Found:
     num_bytes: tuple[int, ...]
 
 
-def _time(
-    setup: Setup, what: str, table: RunTable, root: str, destination: _Destination, num_rounds: int
-) -> _Found:
+def _time(setup: Setup, what: str, table: RunTable, root: str, destination: _Destination, num_rounds: int) -> _Found:
     setup.say(f"{what}: baselines")
     chains = {name: _Chain(table, f"{root}/{name}", rule, destination.sync_files) for name, rule in RULES.items()}
     masks = list(modified_rows(len(table.rows), num_rounds + 1))

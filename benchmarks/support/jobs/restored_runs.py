@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from benchmarks.support.data.click_model import ClickModel, labels
 from benchmarks.support.data.clicks import Batch
-from torchrec_cnr.quantization import Quantization, TransformCoded
-from torchrec_cnr.saving.encoding import LEARNING_ROWS, SAMPLE_ROWS, sampled_rows
+from torchrec_cnr.quantization import Quantization, SchemeRules
+from torchrec_cnr.saving.encoding import choose_scheme
 
 Decode = Callable[[Tensor, Tensor], Tensor]  # from a table and row numbers, int64 [n], to their values, [n, dim]
 
