@@ -80,7 +80,7 @@ class RowTransform:
     first_class: int
     class_frequencies: npt.NDArray[np.uint16]
     choices: npt.NDArray[np.uint8]
-    dead_zone: Floats | None = None
+    dead_zone: npt.NDArray[np.float64] | None = None
     bits_per_value: float = 0.0
 
     @property
