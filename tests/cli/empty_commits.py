@@ -33,6 +33,7 @@ def planned_bytes(path: Path) -> int:
         for key, blob in (
             *((key, read.blob) for key, read in plan.reads.items()),
             *((key, block.blob) for key, block in plan.row_blocks.items()),
+            *plan.transforms.items(),
         )
         if blob is not None
     }

@@ -296,7 +296,7 @@ def test_ls_tells_of_files_in_other_directories_that_are_missing(run: Path, tmp_
     assert before["missing_files"] == []
     assert f"it was compacted; uses data files in {', '.join(directories[:3])}" in cnr_text("inspect", root / "step-3")
     text = cnr_text("ls", root)
-    assert "compacted checkpoints use data files in other directories: remove checkpoints with cnr prune only" in text
+    assert "checkpoints use data files in other directories: remove checkpoints with cnr prune only" in text
     assert "data files missing" not in text
     for manifest in (root / directories[0]).glob("manifest*"):
         manifest.rename(manifest.with_name("moved"))

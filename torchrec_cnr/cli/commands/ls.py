@@ -289,7 +289,7 @@ def _summary(catalog: Catalog, roots: Sequence[Store]) -> Iterator[str]:
         yield f"{num}: {kinds}{compacted}{policy}; newest: {name_text(newest)}{problem}"
         yield _sizes(catalog, read_run_history(catalog))
         if any(map(catalog.used_directories, checkpoints.values())):
-            yield "compacted checkpoints use data files in other directories: remove checkpoints with cnr prune only"
+            yield "checkpoints use data files in other directories: remove checkpoints with cnr prune only"
 
 
 def _sizes(catalog: Catalog, history: RunHistory) -> str:
