@@ -53,6 +53,14 @@ class Job:
         return cnr.read_checkpoint(path)
 
 
+class TransformedJob(Job):
+    """The same with transform-coded rows, whatever the estimate assumes."""
+
+    def writer(self, path: Path) -> cnr.CNRStorageWriter:
+        quantization = {"table": cnr.TransformCoded(), "state": EXACT}
+        return cnr.CNRStorageWriter(path, quantization=quantization, sync_files=False)
+
+
 def _found(checkpoint: cnr.Checkpoint) -> CheckpointBytes:
     """The bytes of a checkpoint, of all its files; codes and scales together."""
     tensors = checkpoint.manifest.tensors
@@ -111,6 +119,28 @@ def test_bytes_are_those_of_real_checkpoints(sizing: Sizing, tmp_path: Path) -> 
         num_files = found.delta_files if number else found.baseline_files
         assert len(checkpoint.manifest.packs) in (num_files, num_files - 1)
         job.modify()
+
+
+@pytest.mark.long
+def test_measured_rows_give_the_bytes_of_real_checkpoints(tmp_path: Path) -> None:
+    """A baseline tells the size of transform-coded rows in the next deltas. They are staged as values."""
+    sizing = _sizing(EXACT)
+    job = TransformedJob(NUM_ROWS, DIM, sizing)
+    job.values["table"].copy_(torch.randn(NUM_ROWS, 8) @ torch.randn(8, DIM) * 0.05)
+    baseline = job.save(tmp_path / "0")
+    measured = Table(NUM_ROWS, DIM, _blob_bytes(baseline.manifest.tensors["table"]) / NUM_ROWS)
+    found = estimate(replace(sizing, tables=(measured,)))
+    assert found.delta is not None
+    assert found.baseline.num_bytes < 0.2 * estimate(sizing).baseline.num_bytes
+    assert found.baseline.scale_and_bias == found.delta.scale_and_bias == 0
+    _check_close(_found(baseline), found.baseline)
+    job.modify()
+    _check_close(_found(job.save(tmp_path / "1")), found.delta)
+    on_gpu = replace(sizing, is_on_gpu=True, scheme=cnr.AdaptiveAsymmetric(4))
+    memory, coded = (estimate(replace(on_gpu, tables=(table,))).memory for table in (measured, Table(NUM_ROWS, DIM)))
+    assert memory.staging_baseline == estimate(sizing).memory.staging_baseline > coded.staging_baseline
+    with pytest.raises(cnr.ConfigurationError, match="row_bytes"):
+        Table(1, 1, 0.0)
 
 
 def _check_close(found: CheckpointBytes, expected: CheckpointBytes) -> None:

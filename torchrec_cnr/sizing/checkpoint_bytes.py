@@ -1,7 +1,7 @@
 """The bytes of a baseline and of a delta, by kind, and the number of their data files.
 
-Row layouts are those of the schemes. Manifests and headers of data files are not counted: together they are less than
-a thousandth of a checkpoint of some gigabytes.
+Row layouts are those of the schemes, or measured. Manifests, headers of data files, and transforms with their bases are
+not counted: together they are less than a thousandth of a checkpoint of some gigabytes.
 """
 
 import math
@@ -53,7 +53,7 @@ def checkpoint_bytes(sizing: Sizing, share: float | None = None) -> CheckpointBy
     stored = 1.0 if share is None else share
     codes = scales = 0.0
     for table in sizing.tables:
-        of_codes, of_scales = _row_bytes(sizing.scheme_of(table), table.num_cols)
+        of_codes, of_scales = _table_row_bytes(sizing, table)
         codes += stored * table.num_rows * of_codes
         scales += stored * table.num_rows * of_scales
     num_rows = stored * sizing.num_rows
@@ -61,6 +61,13 @@ def checkpoint_bytes(sizing: Sizing, share: float | None = None) -> CheckpointBy
     numbers = 0.0 if share is None else num_rows * row_number_bits(share) / 8
     parts = [round(num_bytes) for num_bytes in (codes, scales, state, numbers)]
     return CheckpointBytes(sum(parts), *parts)
+
+
+def _table_row_bytes(sizing: Sizing, table: Table) -> tuple[float, float]:
+    """Return the bytes per row of codes or values, and of scale and bias; if they were measured, all as codes."""
+    if table.row_bytes is not None:
+        return table.row_bytes, 0.0
+    return _row_bytes(sizing.scheme_of(table), table.num_cols)
 
 
 def _row_bytes(scheme: Scheme, num_cols: int) -> tuple[float, float]:
@@ -106,9 +113,6 @@ def num_files(sizing: Sizing, share: float | None = None) -> int:
 
 def _file_rows(sizing: Sizing, table: Table) -> int:
     """Return the number of rows that a data file holds: as many whole blocks as fit, at least one."""
-    scheme = sizing.scheme_of(table)
     block_rows = max(1, BLOCK_BYTES // (table.num_cols * DTYPE.itemsize))
-    row_bytes = sum(_row_bytes(scheme, table.num_cols)) + (
-        0 if sizing.state is None else sum(_row_bytes(sizing.state, 1))
-    )
+    row_bytes = sum(_table_row_bytes(sizing, table)) + (0 if sizing.state is None else sum(_row_bytes(sizing.state, 1)))
     return block_rows * max(1, math.floor(PACK_BYTES / (block_rows * row_bytes)))

@@ -24,9 +24,11 @@ class Table:
     Attributes:
         num_rows: The number of rows.
         num_cols: The number of values per row.
+        row_bytes: The bytes of a row, with scale and bias, as an average that was measured. The size of transform-coded
+            rows depends on their values. None if the scheme determines it.
 
     Raises:
-        ConfigurationError: A number is less than 1, or too large.
+        ConfigurationError: A number is less than 1, or too large, or ``row_bytes`` is not more than 0.
 
     Examples:
         >>> Table(1_000_000, 64).num_cols
@@ -35,10 +37,13 @@ class Table:
 
     num_rows: int
     num_cols: int
+    row_bytes: float | None = None
 
     def __post_init__(self) -> None:
         check_count("num_rows", self.num_rows, 1, MAX_ROWS)
         check_count("num_cols", self.num_cols, 1, MAX_COLS)
+        if self.row_bytes is not None:
+            check_positive("row_bytes", self.row_bytes)
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class Sizing:
     Attributes:
         tables: The tables. Ranks share their rows evenly.
         modified: The share of the rows that are modified in one interval, more than 0 and at most 1.
-        scheme: The quantization scheme of the tables.
+        scheme: The quantization scheme of the tables without ``row_bytes``.
         state: The scheme of the row-wise optimizer state, which is one fp32 value per row; None if there is no state.
         interval_secs: The seconds between two checkpoints.
         policy: The policy. If it is ``Compacted``, the checkpoint chain is compacted after each save.

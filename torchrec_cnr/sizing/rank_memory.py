@@ -88,7 +88,7 @@ def _staged_bytes(sizing: Sizing) -> float:
     num_bytes = 0
     for table in sizing.tables:
         scheme = sizing.scheme_of(table)
-        is_coded = sizing.is_on_gpu and has_kernel(scheme)
+        is_coded = sizing.is_on_gpu and has_kernel(scheme) and table.row_bytes is None  # GPUs have no transforms
         row_bytes = scheme.row_bytes(table.num_cols, DTYPE) if is_coded else table.num_cols * DTYPE.itemsize
         num_bytes += table.num_rows * (row_bytes + state_bytes)
     return num_bytes / sizing.num_ranks

@@ -2,22 +2,23 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Literal
 
 import torch
 import typer
 from rich.text import Text
 
-from torchrec_cnr.cli.options import EXACT, AsJson, Bits, scheme_of_bits
+from torchrec_cnr.cli.options import EXACT, AsJson, scheme_of_bits
 from torchrec_cnr.cli.output import print_columns, print_json, stdout
 from torchrec_cnr.cli.quantities import parse_count, parse_secs, parse_share, parse_table
 from torchrec_cnr.errors import ConfigurationError
+from torchrec_cnr.format.manifest import TensorEntry
 from torchrec_cnr.human_text import bytes_text, count_text, duration_text, number_text, ratio_text, share_text
 from torchrec_cnr.lineage.checkpoint import read_checkpoint
 from torchrec_cnr.maintenance.catalog import checkpoint_at
 from torchrec_cnr.policies import Compacted, Consecutive, Full, Intermittent, OneShot, Policy
-from torchrec_cnr.quantization import HalfPrecision, NoQuantization, Scheme
+from torchrec_cnr.quantization import HalfPrecision, NoQuantization, Scheme, Transformed
 from torchrec_cnr.sizing.checkpoint_bytes import CheckpointBytes
 from torchrec_cnr.sizing.estimate import Estimate, estimate
 from torchrec_cnr.sizing.inputs import MAX_COLS, MAX_ROWS, Sizing, Table
@@ -38,6 +39,7 @@ _STATES: Mapping[str, Scheme | None] = {
     "none": None,
 }
 _MODIFIED = 0.26  # what Check-N-Run measured in 30 minutes
+_BITS, _STORED = "4", "stored"  # by default; for transform-coded rows of a checkpoint
 _WITHIN_SECS = 300.0  # by default, unless the interval is shorter
 
 _Checkpoint = Annotated[
@@ -55,6 +57,14 @@ _Modified = Annotated[
         "--modified",
         metavar="SHARE",
         help="Share of the rows that an interval modifies (that of CHECKPOINT, or 26%, as assumed).",
+    ),
+]
+_Bits = Annotated[
+    str | None,
+    typer.Option(
+        "--bits",
+        metavar="N",
+        help="Bits per value of tables: 2, 3, 4, 8, or exact (4, or as stored if CHECKPOINT is transform-coded).",
     ),
 ]
 _State = Annotated[
@@ -95,7 +105,7 @@ def estimate_(
     dim: _Dim = None,
     tables: _Tables = None,
     modified: _Modified = None,
-    bits: Bits = "4",
+    bits: _Bits = None,
     state: _State = None,
     interval: _Interval = "30m",
     policy: _PolicyName = "compacted",
@@ -110,7 +120,8 @@ def estimate_(
 
     Tables are counted as fp32, with row-wise optimizer state. Give --rows and --dim, or --table for each table, or a
     checkpoint. The default of --modified is the share that CHECKPOINT stores, if it is a delta of the checkpoint before
-    it. Bits, policy and interval are those of the options, not those of CHECKPOINT.
+    it. Bits, policy and interval are those of the options, not those of CHECKPOINT. Only if its tables are
+    transform-coded and --bits is not given, rows take the bytes that they take there.
 
     The second column shows plain DCP, which writes a full fp32 checkpoint each time. The third one divides it by the
     first: less than 1 means that torchrec_cnr needs more.
@@ -132,9 +143,9 @@ def estimate_(
         raise ConfigurationError(f"--interval must be at most --run, which is {run} (got {interval})")
     state = state or ("fp32" if model.has_state else "none")
     sizing = Sizing(
-        tables=model.tables,
+        tables=model.tables if bits is None else model.tables_of_scheme,
         modified=model.modified if modified is None else parse_share("--modified", modified),
-        scheme=scheme_of_bits(bits),
+        scheme=scheme_of_bits(bits or _BITS),
         state=_STATES[state],
         interval_secs=interval_secs,
         policy=_POLICIES[policy],
@@ -145,9 +156,9 @@ def estimate_(
         is_on_gpu=gpu,
     )
     if as_json:
-        print_json({"inputs": _inputs(sizing, bits, state, policy), **asdict(estimate(sizing))})
+        print_json({"inputs": _inputs(sizing, bits or model.bits, state, policy), **asdict(estimate(sizing))})
     else:
-        _print(sizing, estimate(sizing), bits, state, is_assumed=modified is None and not model.is_measured)
+        _print(sizing, bits or model.bits, state, is_assumed=modified is None and not model.is_measured)
 
 
 @dataclass(frozen=True)
@@ -168,6 +179,16 @@ class _Model:
     is_measured: bool = False
     has_state: bool = True
 
+    @property
+    def bits(self) -> str:
+        """The bits without ``--bits``: as stored if the bytes of a row were measured, since it is transform-coded."""
+        return _BITS if all(table.row_bytes is None for table in self.tables) else _STORED
+
+    @property
+    def tables_of_scheme(self) -> tuple[Table, ...]:
+        """The tables, whose bytes the scheme determines."""
+        return tuple(replace(table, row_bytes=None) for table in self.tables)
+
 
 def _model(checkpoint: str | None, rows: str | None, dim: str | None, tables: Sequence[str] | None) -> _Model:
     if (rows is None) != (dim is None):
@@ -184,7 +205,8 @@ def _model(checkpoint: str | None, rows: str | None, dim: str | None, tables: Se
 
 def _model_of(path: str) -> _Model:
     manifest = read_checkpoint(checkpoint_at(path)).committed
-    sizes = [entry.size for entry in manifest.tensors.values() if entry.is_table and 0 not in entry.size]
+    entries = [entry for entry in manifest.tensors.values() if entry.is_table and 0 not in entry.size]
+    sizes = [entry.size for entry in entries]
     if not sizes:
         raise ConfigurationError(f"{path}: the checkpoint contains no table; give --rows and --dim")
     num_others = sum(entry.size in sizes and not entry.is_table for entry in manifest.tensors.values())
@@ -196,9 +218,16 @@ def _model_of(path: str) -> _Model:
     is_one_interval = manifest.kind == "delta" and manifest.policy in _POLICIES_OF_ONE_INTERVAL and manifest.num_rows
     modified = manifest.num_rows / sum(size[0] for size in sizes) if is_one_interval else _MODIFIED
     has_state = any(entry.table is not None for entry in manifest.tensors.values())
-    return _Model(
-        tuple(Table(*size) for size in sizes), manifest.world_size, min(1.0, modified), bool(is_one_interval), has_state
-    )
+    is_transformed = any(isinstance(shard.scheme, Transformed) for entry in entries for shard in entry.shards)
+    row_bytes = [_row_bytes(entry) if is_transformed else None for entry in entries]
+    tables = tuple(Table(size[0], size[1], known) for size, known in zip(sizes, row_bytes, strict=True))
+    return _Model(tables, manifest.world_size, min(1.0, modified), bool(is_one_interval), has_state)
+
+
+def _row_bytes(entry: TensorEntry) -> float | None:
+    """Return the bytes of a stored row on average, without row numbers; None if no row is stored."""
+    num_bytes = sum(blob.num_bytes for shard in entry.shards for blob in shard.blobs)
+    return num_bytes / entry.num_stored_rows if num_bytes else None
 
 
 def _inputs(sizing: Sizing, bits: str, state: str, policy: str) -> dict[str, object]:
@@ -322,13 +351,13 @@ def _memory_lines(found: Estimate) -> Iterator[_Line]:
     yield _Line("  peak of an asynchronous save", memory.peak_async_save)
 
 
-def _print(sizing: Sizing, found: Estimate, bits: str, state: str, *, is_assumed: bool) -> None:
-    console = stdout()
+def _print(sizing: Sizing, bits: str, state: str, *, is_assumed: bool) -> None:
+    console, found = stdout(), estimate(sizing)
     dims = f" x {sizing.tables[0].num_cols:,}" if len(sizing.tables) == 1 else f" in {len(sizing.tables):,} tables"
     interval, run = (duration_text(round(1e9 * secs)) for secs in (sizing.interval_secs, sizing.run_secs))
     modified = f"{share_text(sizing.modified)} of them modified in {interval}{' (assumed)' * is_assumed}"
     console.print(f"{sizing.num_rows:,} rows{dims}, {modified}")
-    width = bits if bits == EXACT else f"{bits} bits"
+    width = {EXACT: EXACT, _STORED: "rows as stored"}.get(bits, f"{bits} bits")
     policy = f"{type(sizing.policy).__name__}, newest {sizing.keep_last:,} kept"
     console.print(f"{width}, optimizer state {state}, {policy}, {count_text(sizing.num_ranks, 'rank')}, run of {run}\n")
     lines = list(_lines(sizing, found))
