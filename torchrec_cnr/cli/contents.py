@@ -2,7 +2,7 @@
 
 import posixpath
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, RenderableType
@@ -20,7 +20,7 @@ from torchrec_cnr.cli.output import (
     print_left_out,
 )
 from torchrec_cnr.errors import StoreError
-from torchrec_cnr.format.manifest import LogRange, Manifest, TensorEntry
+from torchrec_cnr.format.manifest import LogRange, Manifest, Shard, TensorEntry
 from torchrec_cnr.human_text import (
     age_text,
     bytes_text,
@@ -35,10 +35,11 @@ from torchrec_cnr.lineage.checkpoint import Checkpoint, Lineage
 from torchrec_cnr.maintenance.file_names import log_bytes, saved_bytes
 from torchrec_cnr.maintenance.read_run_history import exact_bytes, precision_text
 from torchrec_cnr.maintenance.restore_bytes import restore_bytes, tensor_bytes
-from torchrec_cnr.quantization import Scheme
+from torchrec_cnr.quantization import Scheme, Transformed
 
 _LINES = 10  # of tensors, and of data files, without --all
 _MANY_LINKS = 3
+_DIGITS = 12  # of a digest
 
 
 @dataclass(frozen=True)
@@ -265,9 +266,31 @@ def _shape(entry: TensorEntry) -> str:
     return " x ".join(f"{length:,}" for length in entry.size) or "scalar"
 
 
+def bits_per_value(shards: Iterable[Shard]) -> float | None:
+    """Return the bits that the values of shards take on average, without row numbers and transforms.
+
+    Returns:
+        The bits; None if the shards store no value.
+    """
+    stored = [shard for shard in shards if shard.blobs]
+    num_values = sum(shard.rows.num_rows * shard.box.num_cols for shard in stored)
+    num_bytes = sum(blob.num_bytes for shard in stored for blob in shard.blobs)
+    return 8 * num_bytes / num_values if num_values else None
+
+
 def _schemes(entry: TensorEntry) -> str:
-    """Return the names of the schemes of a tensor's shards, each once."""
-    return " + ".join(dict.fromkeys(_scheme(shard.scheme) for shard in entry.shards)) or "none"
+    """Return the names of the schemes of a tensor's shards, each once; all transforms together."""
+    transformed = [shard for shard in entry.shards if isinstance(shard.scheme, Transformed)]
+    names = dict.fromkeys(_scheme(shard.scheme) for shard in entry.shards if not isinstance(shard.scheme, Transformed))
+    return " + ".join([*names, *([_transformed(transformed)] if transformed else [])]) or "none"
+
+
+def _transformed(shards: Sequence[Shard]) -> str:
+    """Return the bits per value of transform-coded rows, and the beginning of the digest of their transform."""
+    bits = bits_per_value(shards)
+    digests = list(dict.fromkeys(shard.scheme.to_json()["digest"] for shard in shards))
+    more = f" and {len(digests) - 1:,} more" if len(digests) > 1 else ""
+    return f"{'' if bits is None else f'{bits:.2f}-bit '}transformed {digests[0][:_DIGITS]}{more}"
 
 
 def _scheme(scheme: Scheme) -> str:

@@ -85,10 +85,14 @@ def test_inspect_tells_programs_the_same(run: Path) -> None:
         "is_table": True,
         "table": None,
         "schemes": [{"name": "asymmetric", "bits": 4}],
+        "bits_per_value": tensors["model.bag.weight"]["bits_per_value"],
         "num_shards": 1,
         "num_stored_rows": entry.num_stored_rows,
         "num_bytes": tensors["model.bag.weight"]["num_bytes"],
     }
+    num_values = entry.num_stored_rows * entry.size[1]
+    num_bits = 8 * sum(blob.num_bytes for shard in entry.shards for blob in shard.blobs)
+    assert tensors["model.bag.weight"]["bits_per_value"] == pytest.approx(num_bits / num_values)
     stored = [*document["tensors"], *document["objects"]]
     assert (
         sum(item["num_bytes"] for item in stored)

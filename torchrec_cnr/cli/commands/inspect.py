@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from torchrec_cnr.cli.contents import Inspected, bytes_of_save, pack_summaries, print_contents
+from torchrec_cnr.cli.contents import Inspected, bits_per_value, bytes_of_save, pack_summaries, print_contents
 from torchrec_cnr.cli.options import AsJson, Everything
 from torchrec_cnr.cli.output import print_json, stdout
 from torchrec_cnr.errors import LoadError, StoreError
@@ -28,9 +28,10 @@ def inspect(
 ) -> None:
     """Show what one checkpoint contains.
 
-    Only manifests are read, and directories listed. The bytes of a tensor are those of its rows and row numbers in this
-    checkpoint, and "of bytes" is their share of all bytes that the checkpoint stores. "in use" is the share of a data
-    file that the checkpoint uses; after a compaction, the rest is overwritten rows.
+    Only manifests are read, and directories listed. The bytes of a tensor are those of its rows, row numbers and
+    transforms in this checkpoint, and "of bytes" is their share of all bytes that the checkpoint stores. The scheme of
+    transform-coded rows has the bits per value that they take, and the beginning of the transform's digest. "in use" is
+    the share of a data file that the checkpoint uses; after a compaction, the rest is overwritten rows.
 
     Examples:
 
@@ -126,6 +127,7 @@ def _tensor(fqn: str, entry: TensorEntry, num_bytes: int) -> dict[str, Any]:
         "is_table": entry.is_table,
         "table": entry.table,
         "schemes": list(schemes.values()),
+        "bits_per_value": bits_per_value(entry.shards),
         "num_shards": len(entry.places),
         "num_stored_rows": round(entry.num_stored_rows),
         "num_bytes": num_bytes,
