@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import torchrec_cnr as cnr
+from tests.quantization.test_transform_coded import few_directions
 from tests.support import models
 from tests.support.models import state, torchrec_job, train
 from tests.support.ranks import RankPools
@@ -77,3 +78,19 @@ def test_rows_without_codes_are_told_of_once(
         assert all(text in record.getMessage() for record in told)
         warned += [record.levelname for record in told]
     assert warned == ["WARNING", "INFO"][: 2 * (num_nan > 0)]
+
+
+def test_exact_rows_of_a_transform_are_told_of_as_such(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They are those with values of too many steps. No fp16 is stored with these codes."""
+    table = few_directions(3_000)
+    table[4] = -1e9
+    for number, rule in enumerate((cnr.TransformCoded(), cnr.AdaptiveAsymmetric(4))):
+        caplog.clear()
+        writer = models.writer(tmp_path / str(number), quantization={"*": rule})
+        dcp.save({"table": table}, storage_writer=writer, no_dist=True)
+        (told,) = [record.getMessage() for record in caplog.records if "codes cannot represent" in record.getMessage()]
+        assert ("1 rows are stored exactly" in told, "values of more than 32,767 steps" in told, "fp16" in told) == (
+            True,
+            number == 0,
+            number == 1,
+        )

@@ -30,6 +30,8 @@ from torchrec_cnr.sharding import ShardKey, dtype_name, shard_key, wait_for_devi
 
 logger = logging.getLogger(__name__)
 
+_NOT_IN_FP16 = "values that fp16 cannot represent or distinguish"  # of rows that codes cannot represent
+_TOO_LARGE = "values of more than 32,767 steps of the transform"
 TABLE_PATTERNS = ("*embedding_bags.*.weight", "*embeddings.*.weight")  # TorchRec's names, for saves without a tracker
 
 
@@ -153,7 +155,8 @@ class RankWriter:
             results.append(WriteResult(item.index, blob.num_bytes, blob))
         for (item, record), (parts, num_exact) in zip(self._shards, sink_records.shards, strict=True):
             if num_exact:
-                self._tell_of_exact_rows(item.index.fqn, num_exact)
+                is_transformed = any(isinstance(shard.scheme, Transformed) for shard in parts)
+                self._tell_of_exact_rows(item.index.fqn, num_exact, is_transformed)
             num_bytes = sum(blob.num_bytes for shard in parts for blob in shard.blobs)
             results.append(WriteResult(item.index, num_bytes, replace(record, parts=parts)))
         return results
@@ -162,20 +165,14 @@ class RankWriter:
         share = f"{100 * exact_share:.0f} %"
         self._tell_once(fqn, f"a shard is stored exactly, because codes cannot represent {share} of its rows")
 
-    def _tell_of_exact_rows(self, fqn: str, num_exact: int) -> None:
-        self._tell_once(
-            fqn, f"{num_exact} rows are stored exactly and counted in the manifest, because codes cannot represent them"
-        )
+    def _tell_of_exact_rows(self, fqn: str, num_exact: int, is_transformed: bool) -> None:
+        what = f"{num_exact} rows are stored exactly and counted in the manifest, because codes cannot represent them"
+        self._tell_once(fqn, what, _TOO_LARGE if is_transformed else _NOT_IN_FP16)
 
-    def _tell_once(self, fqn: str, what: str) -> None:
+    def _tell_once(self, fqn: str, what: str, which: str = _NOT_IN_FP16) -> None:
         """Warn at the first save in which a tensor has rows that codes cannot represent."""
-        logger.log(
-            logging.INFO if fqn in self._warned else logging.WARNING,
-            "tensor %r: %s (NaN, infinity, values that fp16 cannot represent or distinguish); later saves log this at "
-            "level INFO",
-            fqn,
-            what,
-        )
+        level = logging.INFO if fqn in self._warned else logging.WARNING
+        logger.log(level, "tensor %r: %s (NaN, infinity, %s); later saves log this at level INFO", fqn, what, which)
         self._warned.add(fqn)
 
 
