@@ -6,19 +6,25 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_cnr as cnr
+from tests.quantization.test_transform_coded import DIM, few_directions
 from tests.quantization.test_transformed_checkpoints import (
     NUM_ROWS,
+    RULE,
     Run,
     assert_near,
     basis_directory,
     running,
     scheme_of,
 )
+from tests.support import models
 from tests.support.faults import act_before, causes
 from torchrec_cnr.format.manifest import History
+from torchrec_cnr.quantization import Transformed
 from torchrec_cnr.saving.plug_in_messages import CommittedSize
 from torchrec_cnr.storage.leases import Lease
 from torchrec_cnr.storage.store import Store
@@ -26,6 +32,7 @@ from torchrec_cnr.storage.store import Store
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 SOME_ROWS = torch.arange(2_000)  # enough that a transform of their own is worth its bytes
+COLUMNS = {"users": DIM, "films": DIM // 2}
 
 
 def _directories(checkpoint: cnr.Checkpoint) -> set[str | None]:
@@ -180,3 +187,38 @@ def test_shared_files_count_where_they_were_written(tmp_path: Path) -> None:
         run.change(SOME_ROWS, 5)
         delta = run.save()
         assert delta.manifest.history == History(merged.manifest.blob_bytes, (*written[3:], delta.manifest.pack_bytes))
+
+
+# Tables that are divided otherwise
+
+
+def test_a_transform_of_other_columns_is_not_used(tmp_path: Path) -> None:
+    """As a writer has it whose job has divided a table by columns: a shard begins where another one began before."""
+    model = nn.ModuleDict({name: nn.EmbeddingBag(2_000, dim, sparse=True) for name, dim in COLUMNS.items()})
+    with torch.no_grad():
+        for name, dim in COLUMNS.items():
+            model.get_parameter(f"{name}.weight").copy_(few_directions(2_000)[:, :dim])
+    tracker = cnr.RowTracker(model)
+    planner = cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive())
+    writer = models.writer(tmp_path / "0", quantization={"*": RULE})
+    for number in range(2):
+        dcp.save(
+            {"model": model.state_dict()},
+            checkpoint_id=tmp_path / str(number),
+            storage_writer=writer,
+            planner=planner,
+            no_dist=True,
+        )
+        keys = {name: (f"model.{name}.weight", (0, 0)) for name in COLUMNS}
+        transforms = writer._transforms
+        transforms[keys["users"]], transforms[keys["films"]] = transforms[keys["films"]], transforms[keys["users"]]
+        for name in COLUMNS:
+            tracker.mark(name, torch.arange(0, 2_000, 3))
+    tracker.close()
+    delta = cnr.read_checkpoint(tmp_path / "1")
+    assert delta.kind == "delta"
+    assert all(isinstance(entry.shards[0].scheme, Transformed) for entry in delta.manifest.tensors.values())
+    for name in COLUMNS:
+        table = model.get_parameter(f"{name}.weight").detach()
+        loaded = cnr.load_table(tmp_path / "1", f"model.{name}.weight")
+        assert float((loaded - table).norm()) < 0.1 * float(table.norm())

@@ -286,17 +286,16 @@ class NewShard:
                 is_chosen = np.isin(own_positions, part.positions)
                 exact_positions.append(block_positions[np.searchsorted(part.positions, own_positions[is_chosen])])
                 values.append(own_values[is_chosen])
-        positions = np.concatenate(exact_positions)
-        order = np.argsort(positions)
+        order = np.argsort(positions := np.concatenate(exact_positions))
         return CodedBlock(rows, codes, positions[order], np.concatenate(values)[order])
 
     def _codes(self, data: Bytes, piece: Piece, row_bytes: int) -> Bytes:
         """Return the codes of a blob and its exact rows."""
-        num_rows, where = piece.rows.num_rows, f"{self.where}: {piece.key}"
+        where = f"{self.where}: {piece.key}"
         if isinstance(self.scheme, Transformed):
             exact_bytes = piece.num_exact * self.source.exact_row_bytes(DTYPES[self.dtype])
-            return unpack_bytes(data, num_rows, exact_bytes, self.scheme.known, where)
-        return blob_bytes.join(data, num_rows, row_bytes, self.tail_bytes, where)
+            return unpack_bytes(data, piece.rows.num_rows, exact_bytes, self.scheme.known, where)
+        return blob_bytes.join(data, piece.rows.num_rows, row_bytes, self.tail_bytes, where)
 
 
 @dataclass(frozen=True, eq=False)
