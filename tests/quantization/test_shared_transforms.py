@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_cnr as cnr
-from tests.quantization.test_transform_coded import DIM, few_directions
+from tests.quantization.test_transform_coded import DIM, few_dimensions
 from tests.quantization.test_transformed_checkpoints import (
     NUM_ROWS,
     RULE,
@@ -197,7 +197,7 @@ def test_a_transform_of_other_columns_is_not_used(tmp_path: Path) -> None:
     model = nn.ModuleDict({name: nn.EmbeddingBag(2_000, dim, sparse=True) for name, dim in COLUMNS.items()})
     with torch.no_grad():
         for name, dim in COLUMNS.items():
-            model.get_parameter(f"{name}.weight").copy_(few_directions(2_000)[:, :dim])
+            model.get_parameter(f"{name}.weight").copy_(few_dimensions(2_000)[:, :dim])
     tracker = cnr.RowTracker(model)
     planner = cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive())
     writer = models.writer(tmp_path / "0", quantization={"*": RULE})

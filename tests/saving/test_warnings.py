@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import torchrec_cnr as cnr
-from tests.quantization.test_transform_coded import few_directions
+from tests.quantization.test_transform_coded import few_dimensions
 from tests.support import models
 from tests.support.models import state, torchrec_job, train
 from tests.support.ranks import RankPools
@@ -82,7 +82,7 @@ def test_rows_without_codes_are_told_of_once(
 
 def test_exact_rows_of_a_transform_are_told_of_as_such(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """They are those with values of too many steps. No fp16 is stored with these codes."""
-    table = few_directions(3_000)
+    table = few_dimensions(3_000)
     table[4] = -1e9
     for number, rule in enumerate((cnr.TransformCoded(), cnr.AdaptiveAsymmetric(4))):
         caplog.clear()
