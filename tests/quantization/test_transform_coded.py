@@ -26,6 +26,8 @@ RULES = [
     TransformCoded(cnr.AdaptiveAsymmetric(2)),
     TransformCoded(cnr.AdaptiveAsymmetric(3)),
     TransformCoded(cnr.Asymmetric(8)),
+    TransformCoded(cnr.ByExpectedRestores(2)),
+    TransformCoded(cnr.ByErrorBudget(10)),
 ]
 NUM_ROWS, DIM = 3_000, 32
 
@@ -124,9 +126,11 @@ def size_and_error(scheme: Scheme, rows: Tensor) -> tuple[int, float]:
     return (encoded.codes.numel() if divided is None else len(divided)) + exact_bytes, error
 
 
-def chosen_by_a_save(rule: cnr.Quantization, rows: Tensor, known: RowTransform | None = None) -> Scheme:
+def chosen_by_a_save(
+    rule: cnr.Quantization, rows: Tensor, known: RowTransform | None = None, num_restores: int = 0
+) -> Scheme:
     """The scheme that a save of a table with these rows chooses."""
-    return choose_scheme(SchemeRules.of(rule), "table", True, rows, None, 0, known=known)
+    return choose_scheme(SchemeRules.of(rule), "table", True, rows, None, num_restores, known=known)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
@@ -276,6 +280,44 @@ def test_a_known_transform_of_other_columns_is_not_used() -> None:
     assert chosen.known.num_cols == DIM // 2
 
 
+def test_a_rule_sets_the_error_by_the_number_of_restores() -> None:
+    """The error is that of the bits that the rule chooses, also where a known transform takes fewer bits, or more."""
+    rule, known, found = TransformCoded(cnr.ByExpectedRestores(10)), None, []
+    for seed, num_restores in enumerate((0, 10, 11, 12, 3)):
+        rows = few_dimensions(50_000, seed)
+        scheme = chosen_by_a_save(rule, rows, known, num_restores)
+        assert isinstance(scheme, Transformed)
+        wanted = mean_error(cnr.Asymmetric(8) if num_restores > 10 else cnr.AdaptiveAsymmetric.best(4), rows)
+        assert 0.9 * wanted < mean_error(scheme, rows) <= 1.03 * wanted
+        known = scheme.known
+        found.append((scheme.digest, scheme.basis))
+    coarse, same, fine, still_fine, again_coarse = found
+    assert coarse == same
+    assert fine == still_fine
+    assert len({coarse[0], fine[0], again_coarse[0]}) == 3
+    assert coarse[1] == fine[1] == again_coarse[1]  # the basis is the same
+
+
+def test_a_finer_step_is_kept_where_another_takes_more_bytes() -> None:
+    """Such as for a few rows, which are not worth a transform of their own."""
+    first = chosen_by_a_save(TransformCoded(cnr.AdaptiveAsymmetric(4)), few_dimensions(50_000))
+    assert isinstance(first, Transformed)
+    rule = TransformCoded(cnr.AdaptiveAsymmetric(3))
+    assert chosen_by_a_save(rule, few_dimensions(60), first.known) == first
+    assert chosen_by_a_save(rule, few_dimensions(50_000), first.known) != first
+
+
+def test_a_budget_that_nothing_keeps_stores_rows_exactly() -> None:
+    """As without a transform, whether one is known or not."""
+    rows = few_dimensions()
+    known = TransformCoded().choose(lambda: rows, 0)
+    assert isinstance(known, Transformed)
+    rule = TransformCoded(cnr.ByErrorBudget(3, budget=0))
+    assert rule.choose(lambda: rows, 0) == NoQuantization()
+    assert chosen_by_a_save(rule, rows, known.known) == NoQuantization()
+    assert isinstance(chosen_by_a_save(TransformCoded(cnr.ByErrorBudget(3)), rows), Transformed)
+
+
 @given(num_rows=st.integers(0, 40), seed=st.integers(0, 2**32))
 @settings(deadline=None)
 def test_blobs_come_back(num_rows: int, seed: int) -> None:
@@ -353,10 +395,10 @@ def test_bases_that_are_not_finite_are_refused() -> None:
         Basis.parsed(bytes(12), DIM, "x")
 
 
-@pytest.mark.parametrize("error_of", [cnr.NoQuantization(), cnr.KMeans(4), 4, None])
+@pytest.mark.parametrize("error_of", [cnr.NoQuantization(), cnr.KMeans(4), TransformCoded(), 4, None])
 def test_other_errors_are_refused(error_of: object) -> None:
-    """Only uniform schemes are measured by."""
-    with pytest.raises(cnr.ConfigurationError, match="must be a uniform scheme"):
+    """Only uniform schemes have errors to meet, and the rules that choose them."""
+    with pytest.raises(cnr.ConfigurationError, match="must be a uniform scheme, ByExpectedRestores or ByErrorBudget"):
         TransformCoded(error_of)  # type: ignore[arg-type]
 
 

@@ -21,6 +21,7 @@ import torchrec_cnr as cnr
 from tests.quantization.test_transform_coded import DIM, few_dimensions
 from tests.support import models
 from tests.support.faults import failure_of, flip_middle
+from tests.support.jobs import load_into
 from tests.support.models import Job, differing, state, torchrec_job, train, whole
 from tests.support.ranks import RankPools
 from torchrec_cnr.format.row_sets import Blob
@@ -244,6 +245,35 @@ def test_a_save_that_failed_leaves_no_reference(tmp_path: Path) -> None:
         checkpoint = run.save()
         assert {pack.directory for pack in checkpoint.manifest.packs} == {None, "../0"}
         assert_near(tmp_path / "2", run.table)
+
+
+def test_more_restores_than_expected_keep_the_error_of_8_bits(tmp_path: Path) -> None:
+    """From the next save on, although the checkpoint before has a transform; the rows that were stored stay."""
+    errors = []
+    with running(tmp_path, quantization=TransformCoded(cnr.ByExpectedRestores(1))) as run:
+        for number in range(4):
+            rows = torch.arange(number, NUM_ROWS, 3)
+            run.change(rows, number)
+            checkpoint = run.save()
+            assert checkpoint.num_restores == number
+            loaded = cnr.load_table(tmp_path / str(number), FQN)
+            other = cnr.Asymmetric(8) if number > 1 else cnr.AdaptiveAsymmetric.best(2)
+            wanted = other.decode(other.encode(run.table).codes, DIM, torch.float32) - run.table
+            errors.append(((loaded - run.table)[rows].norm(dim=1).mean() / wanted[rows].norm(dim=1).mean()).item())
+            load_into({"model": run.model.state_dict()}, tmp_path / str(number), tracker=run.tracker)
+    assert all(0.9 < error < 1.1 for error in errors), errors
+
+
+def test_rows_are_exact_if_no_error_is_within_the_budget(tmp_path: Path) -> None:
+    """After the restore that used up the budget; the checkpoint has no transform then."""
+    with running(tmp_path, quantization=TransformCoded(cnr.ByErrorBudget(0, budget=3.5e-5))) as run:
+        schemes = []
+        for number in range(2):
+            run.change(torch.arange(number, NUM_ROWS, 3), number)
+            (shard,) = run.save().manifest.tensors[FQN].shards
+            schemes.append(type(shard.scheme))
+            load_into({"model": run.model.state_dict()}, tmp_path / str(number), tracker=run.tracker)
+        assert schemes == [Transformed, cnr.NoQuantization]
 
 
 def test_compacted_topics_are_refused() -> None:

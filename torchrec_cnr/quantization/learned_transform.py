@@ -89,9 +89,12 @@ class ErrorLimit:
 
     def holds(self, errors: Floats) -> bool:
         """Return whether the means of errors, float64 [n], are a little below the limit."""
+        return self.part_of(errors) <= _MARGIN
+
+    def part_of(self, errors: Floats) -> float:
+        """Return which part of the limit the means of errors, float64 [n], are: the larger part of the two."""
         relative_mean = float((errors * self.inverse_norms).mean())
-        most_relative = _MARGIN * float(self.relative_errors.mean())
-        return float(errors.mean()) <= _MARGIN * self.mean and relative_mean <= most_relative
+        return max(float(errors.mean()) / self.mean, relative_mean / float(self.relative_errors.mean()))
 
     def may_hold(self, errors: Floats) -> bool:
         """Return whether errors, float64 [n], exceed the limit by no more than chance explains."""

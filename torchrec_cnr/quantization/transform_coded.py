@@ -1,8 +1,9 @@
 """Transform-coded rows: components in the basis of a table, as multiples of one step, entropy-coded.
 
 ``TransformCoded`` is what users ask for: a rule that learns a ``RowTransform`` from a sample of a shard's rows, at the
-error of another scheme. It chooses that scheme itself where the transform would not be smaller. ``Transformed`` is the
-scheme of a shard with a transform.
+error of another scheme. It chooses that scheme itself where the transform would not be smaller. The other scheme may
+also be what ``ByExpectedRestores`` or ``ByErrorBudget`` chooses. ``Transformed`` is the scheme of a shard with a
+transform.
 """
 
 import re
@@ -17,6 +18,7 @@ from torch import Tensor
 from torchrec_cnr import kernels
 from torchrec_cnr.errors import ConfigurationError, DamagedError
 from torchrec_cnr.kernels.cpu import Floats
+from torchrec_cnr.quantization.choose_bits import ByErrorBudget, ByExpectedRestores
 from torchrec_cnr.quantization.learned_transform import (
     ErrorLimit,
     are_typical,
@@ -40,6 +42,7 @@ from torchrec_cnr.quantization.uniform import AdaptiveAsymmetric, Asymmetric, Sy
 MAX_COLS = 512  # of a table that is transformed: a basis has as many values as the square of its columns
 _MIN_GAIN = 0.98  # a transform must take at most this part of the other scheme's bytes
 _MAX_RELATIVE = 2.0  # times the mean relative error of rows by the other scheme that is allowed
+_LEAST_PART = 0.6  # of the error that is asked: below, a known transform takes about a bit too much for each value
 _LEAST_ERROR = 1e-30  # of a table that is transformed: float32 cannot hold the reciprocals of much smaller steps
 _PARTS_BYTES = 1_000  # of the data file and the manifest for a transform and its basis, besides their own bytes
 _POSITION_BYTES = 4  # of an exact row, besides its values
@@ -145,13 +148,17 @@ class TransformCoded:
     steps times the root of its number of columns. If neither the basis nor the columns themselves take less space so,
     the shard is stored by ``error_of``, and so is a table of more than 512 columns.
 
+    If ``error_of`` is a rule, each save meets the error of the scheme that the rule chooses for the sample and the
+    number of restores so far. If the rule chooses ``NoQuantization``, rows are stored exactly.
+
     docs/concepts/quantization.md says what was measured of accuracy after restores.
 
     Attributes:
-        error_of: The scheme whose error is met: ``AdaptiveAsymmetric``, ``Asymmetric`` or ``Symmetric``.
+        error_of: The scheme whose error is met: ``AdaptiveAsymmetric``, ``Asymmetric`` or ``Symmetric``; or the rule
+            that chooses it: ``ByExpectedRestores`` or ``ByErrorBudget``.
 
     Raises:
-        ConfigurationError: ``error_of`` is another scheme.
+        ConfigurationError: ``error_of`` is another scheme or rule.
 
     Examples:
         >>> rule = cnr.TransformCoded(error_of=cnr.AdaptiveAsymmetric(bits=4))
@@ -161,18 +168,23 @@ class TransformCoded:
         torch.Size([1000, 16])
     """
 
-    error_of: AdaptiveAsymmetric | Asymmetric | Symmetric = field(default_factory=lambda: AdaptiveAsymmetric(bits=4))
+    error_of: AdaptiveAsymmetric | Asymmetric | Symmetric | ByExpectedRestores | ByErrorBudget = field(
+        default_factory=lambda: AdaptiveAsymmetric(bits=4)
+    )
 
     def __post_init__(self) -> None:
-        if not isinstance(self.error_of, AdaptiveAsymmetric | Asymmetric | Symmetric):
-            raise ConfigurationError(f"'error_of' must be a uniform scheme (got {self.error_of!r})")
+        known = AdaptiveAsymmetric | Asymmetric | Symmetric | ByExpectedRestores | ByErrorBudget
+        if not isinstance(self.error_of, known):
+            raise ConfigurationError(
+                f"'error_of' must be a uniform scheme, ByExpectedRestores or ByErrorBudget (got {self.error_of!r})"
+            )
 
     def supports(self, dtype: torch.dtype) -> bool:
         """Return whether uniform schemes support ``dtype``."""
         return is_quantizable(dtype)
 
     def choose(self, sample: Sample, num_restores: int) -> Scheme:
-        """Return a scheme with a transform that it learns from the sample, or ``error_of``."""
+        """Return a scheme with a transform that it learns from the sample, or ``error_of``, or what this chooses."""
         rows = sample()
         other = self.error_of.choose(lambda: rows, num_restores)
         return self.choose_for(rows, other, other.row_bytes(rows.shape[1], rows.dtype), len(rows), None)
@@ -182,8 +194,9 @@ class TransformCoded:
     ) -> Scheme:
         """Return the scheme of a shard: one with a transform, or ``other``.
 
-        A known transform is used as it is while the sample keeps the error with it. Otherwise it gets another step. A
-        new basis is tried when rows take a tenth more bits than when the old one was learned, or than they can be
+        A known transform is used as it is while the sample keeps the error with it, and the error is not far smaller
+        than what is asked. Otherwise it gets another step, if that takes fewer bytes or its error is too large. A new
+        basis is tried when rows take a tenth more bits than when the old one was learned, or than they can be
         expected to take with a new one. It must be worth its bytes.
 
         Args:
@@ -217,12 +230,14 @@ class _Candidate:
         row_bytes: The bytes of a row of the sample.
         num_bytes: The same, with the row's share in what must be stored besides the rows.
         is_right: Whether the errors of the sample are within the limit.
+        error_part: The errors of the sample, as a part of the limit.
     """
 
     scheme: Transformed
     row_bytes: float
     num_bytes: float
     is_right: bool
+    error_part: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,13 +264,17 @@ class _Sample:
             return [self._learned(None), *self._with_new_basis(None, _MIN_GAIN)]
         kept = self._candidate(known, 0)
         has_drifted = kept.row_bytes > _DRIFT * known.bits_per_value * known.num_cols / 8
-        if kept.is_right and not has_drifted:
+        has_similar_error = _LEAST_PART <= kept.error_part <= 1 / _LEAST_PART
+        if kept.is_right and has_similar_error and not has_drifted:
             # It needs no new parts, and a compaction joins its rows with older ones: it wins if it is about as good.
             found = [replace(kept, num_bytes=_MIN_GAIN * kept.num_bytes)]
         else:
-            found = [self._learned(None)]
+            found = [kept] if kept.is_right and not has_drifted else []
+            found.append(self._learned(None))
             if known.basis is not None:
-                found.append(self._learned(known.basis, 0.0 if has_drifted else known.bits_per_value))
+                # At another error, rows take other bits, also if they have not drifted.
+                bits = known.bits_per_value if has_similar_error and not has_drifted else 0.0
+                found.append(self._learned(known.basis, bits))
         return [*found, *self._with_new_basis(known.basis, _MIN_GAIN if has_drifted else 1 / _DRIFT)]
 
     def _with_new_basis(self, known: Basis | None, most: float) -> list[_Candidate]:
@@ -280,8 +299,8 @@ class _Sample:
         if transform.bits_per_value == 0:
             scheme = Transformed.by(replace(transform, bits_per_value=8 * row_bytes / num_cols))
         num_bytes = row_bytes + (part_bytes + least_bytes(self.num_rows)) / max(1, self.num_rows)
-        is_right = self.limit.may_hold(row_errors(scheme, self.rows).numpy()[self.chosen])
-        return _Candidate(scheme, row_bytes, num_bytes, is_right)
+        errors = row_errors(scheme, self.rows).numpy()[self.chosen]
+        return _Candidate(scheme, row_bytes, num_bytes, self.limit.may_hold(errors), self.limit.part_of(errors))
 
     @property
     def exact_row_bytes(self) -> int:

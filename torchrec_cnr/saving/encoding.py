@@ -146,6 +146,7 @@ def choose_scheme(
     num_sampled = LEARNING_ROWS if isinstance(rule, TransformCoded) else SAMPLE_ROWS
     sample = sampled_rows(values, rows if isinstance(rows, Tensor) else _mask_of(rows), num_sampled)
     plain_rule = rule.error_of if isinstance(rule, TransformCoded) else rule
+    # On as many rows as without a transform, so that a rule chooses the same bits as then.
     scheme = plain_rule.choose(lambda: sample[:SAMPLE_ROWS], num_restores)
     num_cols, itemsize = sample.shape[1], sample.dtype.itemsize
     encoded = scheme.encode(sample)
