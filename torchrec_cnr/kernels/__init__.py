@@ -1,7 +1,8 @@
 """Compiled code that encodes and decodes rows in one pass, on the device that holds the table.
 
-The functions of this module choose the device. The kernels of all devices write the same bytes; the tests compare them
-with a reference in plain PyTorch. Schemes define what to compute, and know nothing about devices.
+The functions of this module choose the device. The kernels of all devices write the same bytes, except where
+``transform_rows`` says. The tests compare them with a reference in plain PyTorch. Schemes define what to compute, and
+know nothing about devices.
 
 - ``search_plan``: ``SearchPlan``, the search for the range of a row as numbers that compiled code can read.
 - ``cpu/``: kernels for CPUs, compiled by numba.
@@ -26,6 +27,7 @@ from torch import Tensor
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.kernels import cpu
 from torchrec_cnr.kernels.cpu.row_transform import MOST
+from torchrec_cnr.kernels.gpu import row_transform
 from torchrec_cnr.kernels.search_plan import SCALE_AND_BIAS_BYTES, SearchPlan
 
 # Triton is installed with torch for CUDA, and is not needed elsewhere.
@@ -145,11 +147,12 @@ def decode_clusters(codes: Tensor, positions: Tensor, bits: int, first_col: int,
 
 
 def transform_rows(
-    table: Tensor, rows: Tensor, basis: cpu.Floats, step: float, dead_zone: cpu.Floats
+    table: Tensor, rows: Tensor, basis: cpu.Floats, step: float, dead_zone: cpu.Floats, are_checked: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Compute the components of rows in an orthonormal basis, as multiples of a step.
 
-    There is no kernel for GPUs: rows of a table on a GPU are transformed on the host.
+    A GPU adds in another order and precision than a CPU. So it may round a component to the other of its two neighbours
+    if this is within 1e-3 steps of the middle between them, or within the precision of fp32.
 
     Args:
         table: [num_rows, num_cols] of fp32, fp16 or bf16; the elements of a row are contiguous.
@@ -158,22 +161,24 @@ def transform_rows(
         step: The step, above 0.
         dead_zone: float64 [num_cols], by how many steps each component is moved towards zero before it is rounded to
             the nearest multiple; at least 0 and below a half.
+        are_checked: Whether the caller has checked the row numbers; see ``encode_rows``.
 
     Returns:
         The components, int16 [n, num_cols], and a mask, bool [n], of the rows that they cannot represent: with NaN,
         infinity, more than 32,767 steps, or values so large that restored ones might be infinite in the table's dtype.
-        The components of these are zeros. Both are in host memory.
+        The components of these are zeros. Both are on the table's device.
 
     Raises:
         ConfigurationError: As for ``encode_rows``, or the basis is one of rows with other columns.
     """
-    _check_encodable(table, rows)
+    _check_encodable(table, rows, are_checked)
     num_cols = table.shape[1]
     if basis.shape not in ((0, 0), (num_cols, num_cols)) or dead_zone.shape != (num_cols,):
         raise ConfigurationError(f"not a basis of rows of {num_cols} columns (got {basis.shape}, {dead_zone.shape})")
     most_error = step * num_cols**0.5 * (0.5 + float(dead_zone.max()))
     most_value = min(MOST * step, torch.finfo(table.dtype).max - most_error)
-    return cpu.transform_rows(*_on_host(table, rows), basis, step, dead_zone, most_value)
+    transform = cpu.transform_rows if table.device.type == "cpu" else row_transform.transform_rows
+    return transform(table, rows, basis, step, dead_zone, most_value)
 
 
 def restore_rows(

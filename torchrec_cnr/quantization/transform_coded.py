@@ -120,13 +120,20 @@ class Transformed(RowCodes):
         return 0
 
     def encode(self, table: Tensor, rows: Tensor | None = None) -> Encoded:
-        """Round the components of rows to multiples of the step. Rows on other devices are first copied to the host."""
-        row_numbers = all_rows(table) if rows is None else rows
+        """Round the components of rows to multiples of the step, on the device of the rows."""
+        codes, is_exact = self._numbers(table, all_rows(table) if rows is None else rows)
+        return Encoded(codes, positions(is_exact))
+
+    def encode_without_waiting(self, table: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Round as ``encode`` does; the mask of the exact rows is returned on the device."""
+        return self._numbers(table, rows, are_checked=True)
+
+    def _numbers(self, table: Tensor, rows: Tensor, are_checked: bool = False) -> tuple[Tensor, Tensor]:
         transform = self.known
         numbers, is_exact = kernels.transform_rows(
-            table, row_numbers, transform.wide_basis, transform.step, transform.zones
+            table, rows, transform.wide_basis, transform.step, transform.zones, are_checked
         )
-        return Encoded(numbers.view(torch.uint8), positions(is_exact))
+        return numbers.view(torch.uint8), is_exact
 
     def decode_into(self, codes: Tensor, positions: Tensor, first_col: int, target: Tensor, rows: Tensor) -> None:
         """Compute rows from their components, rounded once to fp32 and then to the target's dtype."""

@@ -361,8 +361,8 @@ def _write_codes(packs: PackWriter, source: EncodingInput, number: int, rows: Te
     """Write one blob: the codes of rows, then the exact rows. Return its number and the number of exact rows."""
     encoded, exact_values = _encode(source, rows) if source.codes is None else source.codes.encoded(rows)
     if isinstance(source.scheme, Transformed):
-        data = pack_rows(encoded.codes.view(torch.int16).numpy(), source.scheme.known)
-        data = with_exact_rows(data, encoded.exact.numpy(), _bytes(exact_values))
+        data = pack_rows(encoded.codes.cpu().view(torch.int16).numpy(), source.scheme.known)
+        data = with_exact_rows(data, encoded.exact.cpu().numpy(), _bytes(exact_values))
         return packs.add(f"{source.name}/{number}", "uint8", data.shape, data, heat), len(encoded.exact)
     data = _bytes(encoded.codes)
     if len(encoded.exact) == 0:
