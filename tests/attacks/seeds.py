@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import pickle
 import zipfile
 from collections import OrderedDict
@@ -23,8 +24,8 @@ from torchrec_cnr.format.row_sets import encode_row_numbers
 from torchrec_cnr.kafka.records import marker_json
 from torchrec_cnr.kafka.topics import TopicRules
 from torchrec_cnr.lineage import journal
+from torchrec_cnr.quantization.learned_transform import ErrorLimit, learned
 from torchrec_cnr.quantization.packed_rows import pack_rows
-from torchrec_cnr.quantization.row_transform import learned
 from torchrec_cnr.storage.fences import JobFences
 from torchrec_cnr.storage.leases import Lease
 from torchrec_cnr.storage.row_log import Marker
@@ -116,14 +117,14 @@ def _blobs() -> list[bytes]:
 
 
 def _packed_rows() -> list[bytes]:
-    """With and without bytes after the words, and of two strips."""
+    """Of one strip and of two."""
     found = []
-    for num_rows, num_cols, exact in ((3, 1, b""), (40, 5, bytes(24)), (4_100, 2, b"")):
+    for num_rows, num_cols in ((3, 1), (40, 5), (4_100, 2)):
         rows = np.random.default_rng(num_rows).normal(size=(num_rows, num_cols)) ** 3
-        transform = learned(rows, 0.3, None)
+        transform = learned(rows, ErrorLimit.of(rows, np.full(len(rows), 0.3), math.inf), None)
         numbers = np.rint(rows / transform.step).astype(np.int16)
         head = bytes([num_cols - 1]) + (num_rows - 1).to_bytes(2, "little")
-        found.append(head + transform.data + pack_rows(numbers, transform).tobytes() + exact)
+        found.append(head + transform.data + pack_rows(numbers, transform).tobytes())
     return found
 
 

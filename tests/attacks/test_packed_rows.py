@@ -100,7 +100,7 @@ def test_whatever_packed_rows_are_for_longer(data: st.DataObject) -> None:
 
 # Checkpoints
 
-ROWS = {"few": (200, 4), "own": (40, 3)}  # the first with a basis
+ROWS = {"few": (3_000, 8), "own": (3_001, 5)}  # enough that a transform is worth its bytes
 
 
 @pytest.fixture(scope="module")
