@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -107,7 +108,7 @@ ROWS: Mapping[str, Callable[[], Tensor]] = {
 
 def limit_of(rows: npt.NDArray[np.float64], mean_error: float) -> ErrorLimit:
     """A limit of the mean error, in which all rows count alike."""
-    return ErrorLimit.of(rows, np.full(len(rows), mean_error), math.inf)
+    return ErrorLimit.of(np.linalg.norm(rows, axis=1), np.full(len(rows), mean_error), math.inf)
 
 
 def sample_and_limit(mean_error: float) -> tuple[npt.NDArray[np.float64], ErrorLimit]:
@@ -316,6 +317,30 @@ def test_a_budget_that_nothing_keeps_stores_rows_exactly() -> None:
     assert rule.choose(lambda: rows, 0) == NoQuantization()
     assert chosen_by_a_save(rule, rows, known.known) == NoQuantization()
     assert isinstance(chosen_by_a_save(TransformCoded(cnr.ByErrorBudget(3)), rows), Transformed)
+
+
+def test_without_learning_a_transform_is_kept_or_not() -> None:
+    """It is kept where its error is about what is asked, and it is known how many bytes its rows should take."""
+    rows, four_bits = few_dimensions(), cnr.AdaptiveAsymmetric.best(4)
+    first = TransformCoded(four_bits).choose(lambda: rows, 0)
+    assert isinstance(first, Transformed)
+    known = first.known
+
+    def is_kept(rows: Tensor, error_of: Scheme = four_bits, known: RowTransform = known) -> bool:
+        found = TransformCoded().choose_known(rows, error_of, known)
+        assert found is None or found == first
+        return found is not None
+
+    assert is_kept(rows)
+    assert is_kept(rows * 1.2)
+    for factor in (0.0, 0.7, 2.0, 1e5, float("nan")):
+        assert not is_kept(rows * factor), factor
+    assert not is_kept(rows, cnr.AdaptiveAsymmetric.best(3))
+    assert not is_kept(rows, cnr.Asymmetric(8))
+    assert not is_kept(rows, NoQuantization())
+    assert not is_kept(rows[:0])
+    assert not is_kept(rows[:, : DIM // 2].contiguous())
+    assert not is_kept(rows, known=replace(known, bits_per_value=0.0))
 
 
 @given(num_rows=st.integers(0, 40), seed=st.integers(0, 2**32))

@@ -34,16 +34,15 @@ def principal_components(rows: Floats) -> Basis:
     return Basis(np.ascontiguousarray(vectors.T[::-1]).astype(np.float32))
 
 
-def are_typical(rows: Floats, errors: Floats) -> npt.NDArray[np.bool_]:
+def are_typical(norms: Floats, errors: Floats) -> npt.NDArray[np.bool_]:
     """Return which rows of a sample are typical, bool [n]: finite, with an error that is not many times the median.
 
     A single huge row, which the sample may have by chance, would otherwise allow errors of the size of all other rows.
 
     Args:
-        rows: float64 [n, num_cols].
+        norms: float64 [n], the l2 norms of the rows; not finite for those with NaN or infinity.
         errors: float64 [n], the l2 norms of the rows' errors by another scheme; 0 for rows that it stores exactly.
     """
-    norms = np.linalg.norm(rows, axis=1)
     is_finite = np.isfinite(norms)
     has_small_error = errors <= _TYPICAL * _median(errors[is_finite & (errors > 0)])
     is_small = norms <= _TYPICAL * _median(norms[is_finite & (norms > 0)])
@@ -70,16 +69,15 @@ class ErrorLimit:
     inverse_norms: Floats
 
     @classmethod
-    def of(cls, rows: Floats, errors: Floats, max_relative: float) -> "ErrorLimit":
-        """Return the limit for rows, float64 [n, num_cols], finite.
+    def of(cls, norms: Floats, errors: Floats, max_relative: float) -> "ErrorLimit":
+        """Return the limit for n >= 1 rows.
 
         Args:
-            rows: The rows; n >= 1.
+            norms: float64 [n], the l2 norms of the rows, finite.
             errors: float64 [n], the l2 norms of the rows' errors by the other scheme.
             max_relative: How many times its mean of relative errors is allowed.
         """
-        norms = np.linalg.norm(rows, axis=1)
-        inverse_norms = np.divide(1, norms, out=np.zeros(len(rows)), where=norms > 0)
+        inverse_norms = np.divide(1, norms, out=np.zeros(len(norms)), where=norms > 0)
         return cls(errors, max_relative * errors * inverse_norms, inverse_norms)
 
     @cached_property

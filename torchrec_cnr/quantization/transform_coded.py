@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchrec_cnr import kernels
 from torchrec_cnr.errors import ConfigurationError, DamagedError
-from torchrec_cnr.kernels.cpu import Floats
+from torchrec_cnr.kernels.cpu import Floats, Numbers
 from torchrec_cnr.quantization.choose_bits import ByErrorBudget, ByExpectedRestores
 from torchrec_cnr.quantization.learned_transform import (
     ErrorLimit,
@@ -214,18 +214,68 @@ class TransformCoded:
             known: A transform that is stored already; None if there is none.
         """
         rows, num_cols = sample.cpu(), sample.shape[1]
-        errors, values = row_errors(other, rows).numpy(), rows.double().numpy()
-        chosen = are_typical(values, errors).nonzero()[0]
-        if num_cols > MAX_COLS or not len(chosen):
+        found = _limit_of(rows, other) if num_cols <= MAX_COLS else None
+        if found is None:
             return other
-        values = values[chosen]
-        limit = ErrorLimit.of(values, errors[chosen], _MAX_RELATIVE)
-        if limit.mean < _LEAST_ERROR:
-            return other
+        limit, chosen = found
         fitting = known if known is not None and known.num_cols == num_cols else None
-        candidates = _Sample(rows, chosen, values, limit, num_rows).candidates(fitting)
+        candidates = _Sample(rows, chosen, rows.double().numpy()[chosen], limit, num_rows).candidates(fitting)
         best = min(candidates, key=lambda each: each.num_bytes)
         return best.scheme if best.num_bytes <= _MIN_GAIN * other_bytes and best.is_right else other
+
+    def choose_known(self, sample: Tensor, other: Scheme, known: RowTransform) -> Transformed | None:
+        """Return the scheme of a shard whose rows are encoded before training continues: a known transform, or None.
+
+        Training waits for this. So it measures errors only, on the device of the sample. If it returns None, a
+        transform should be learned in the background.
+
+        Args:
+            sample: As for ``choose_for``.
+            other: As for ``choose_for``.
+            known: The transform that was learned last. If its ``bits_per_value`` is 0, another should be learned.
+        """
+        is_usable = known.num_cols == sample.shape[1] and known.bits_per_value > 0
+        found = _limit_of(sample, other) if is_usable else None
+        if found is None:
+            return None
+        limit, chosen = found
+        scheme = Transformed.by(known)
+        errors = row_errors(scheme, sample).cpu().numpy()[chosen]
+        return scheme if limit.may_hold(errors) and limit.part_of(errors) >= _LEAST_PART else None
+
+
+def _limit_of(rows: Tensor, other: Scheme) -> tuple[ErrorLimit, npt.NDArray[np.int64]] | None:
+    """Return the limit of errors by another scheme, and the positions of the rows that it is of: the typical ones.
+
+    If there are no such rows, or no errors, return None.
+    """
+    norms, errors = torch.stack((rows.double().norm(dim=1), row_errors(other, rows))).cpu().numpy()
+    chosen = are_typical(norms, errors).nonzero()[0]
+    if not len(chosen):
+        return None
+    limit = ErrorLimit.of(norms[chosen], errors[chosen], _MAX_RELATIVE)
+    return (limit, chosen) if limit.mean >= _LEAST_ERROR else None
+
+
+def has_drifted(known: RowTransform, row_bytes: float) -> bool:
+    """Return whether rows take a tenth more bytes than when a basis was learned.
+
+    If it is not known how many they took then, return True.
+    """
+    return row_bytes > _DRIFT * known.bits_per_value * known.num_cols / 8
+
+
+def bytes_of_rows(known: RowTransform, numbers: Numbers, exact_share: float, itemsize: int) -> float:
+    """Return the mean bytes of rows.
+
+    Args:
+        known: Their transform.
+        numbers: int16 [n, num_cols], those of some of the rows; n >= 1.
+        exact_share: The share of rows that are stored exactly.
+        itemsize: The bytes of a value of these.
+    """
+    num_bits = known.num_bits(numbers) / len(numbers)
+    return num_bits / 8 + exact_share * (known.num_cols * itemsize + _POSITION_BYTES)
 
 
 @dataclass(frozen=True)
@@ -270,19 +320,19 @@ class _Sample:
         if known is None:
             return [self._learned(None), *self._with_new_basis(None, _MIN_GAIN)]
         kept = self._candidate(known, 0)
-        has_drifted = kept.row_bytes > _DRIFT * known.bits_per_value * known.num_cols / 8
+        are_longer = has_drifted(known, kept.row_bytes)
         has_similar_error = _LEAST_PART <= kept.error_part <= 1 / _LEAST_PART
-        if kept.is_right and has_similar_error and not has_drifted:
+        if kept.is_right and has_similar_error and not are_longer:
             # It needs no new parts, and a compaction joins its rows with older ones: it wins if it is about as good.
             found = [replace(kept, num_bytes=_MIN_GAIN * kept.num_bytes)]
         else:
-            found = [kept] if kept.is_right and not has_drifted else []
+            found = [kept] if kept.is_right and not are_longer else []
             found.append(self._learned(None))
             if known.basis is not None:
                 # At another error, rows take other bits, also if they have not drifted.
-                bits = known.bits_per_value if has_similar_error and not has_drifted else 0.0
+                bits = known.bits_per_value if has_similar_error and not are_longer else 0.0
                 found.append(self._learned(known.basis, bits))
-        return [*found, *self._with_new_basis(known.basis, _MIN_GAIN if has_drifted else 1 / _DRIFT)]
+        return [*found, *self._with_new_basis(known.basis, _MIN_GAIN if are_longer else 1 / _DRIFT)]
 
     def _with_new_basis(self, known: Basis | None, most: float) -> list[_Candidate]:
         """Return a transform with a new basis, if it can be expected to need at most this part of the bits."""
@@ -301,15 +351,10 @@ class _Sample:
     def _candidate(self, transform: RowTransform, part_bytes: int) -> _Candidate:
         scheme, (num_rows, num_cols) = Transformed.by(transform), self.rows.shape
         encoded = scheme.encode(self.rows)
-        num_bits = transform.num_bits(encoded.codes.view(torch.int16).numpy()) / num_rows
-        row_bytes = num_bits / 8 + len(encoded.exact) / num_rows * self.exact_row_bytes
+        numbers, exact_share = encoded.codes.view(torch.int16).numpy(), len(encoded.exact) / num_rows
+        row_bytes = bytes_of_rows(transform, numbers, exact_share, self.rows.element_size())
         if transform.bits_per_value == 0:
             scheme = Transformed.by(replace(transform, bits_per_value=8 * row_bytes / num_cols))
         num_bytes = row_bytes + (part_bytes + least_bytes(self.num_rows)) / max(1, self.num_rows)
         errors = row_errors(scheme, self.rows).numpy()[self.chosen]
         return _Candidate(scheme, row_bytes, num_bytes, self.limit.may_hold(errors), self.limit.part_of(errors))
-
-    @property
-    def exact_row_bytes(self) -> int:
-        """The bytes of an exact row: its values and its position."""
-        return self.rows.shape[1] * self.rows.element_size() + _POSITION_BYTES

@@ -32,6 +32,7 @@ from torchrec_cnr.quantization import (
 )
 from torchrec_cnr.quantization.packed_rows import pack_rows
 from torchrec_cnr.quantization.row_transform import RowTransform
+from torchrec_cnr.quantization.transform_coded import bytes_of_rows, has_drifted
 from torchrec_cnr.saving.staged_values import StagedCodes, is_quantized_first
 from torchrec_cnr.storage.pack_writer import BLOCK_BYTES, PackWriter
 from torchrec_cnr.tracking.modified_rows import RowList, RowMask, SelectedRows
@@ -161,6 +162,13 @@ def choose_scheme(
         row_bytes = (encoded.codes.numel() if divided is None else divided.nbytes) / len(sample)
         return rule.choose_for(sample, scheme, row_bytes + exact_bytes, _num_stored(values, rows), known)
     return scheme
+
+
+def is_outdated(codes: StagedCodes, known: RowTransform) -> bool:
+    """Return whether rows that a device has transformed take so many bytes that a transform should be learned again."""
+    numbers = sampled_rows(codes.codes.tensor(), None, LEARNING_ROWS).view(torch.int16).numpy()
+    exact_share = len(codes.exact) / max(1, codes.shape[0])
+    return len(numbers) > 0 and has_drifted(known, bytes_of_rows(known, numbers, exact_share, codes.dtype.itemsize))
 
 
 def _num_stored(values: Tensor, rows: Sequence[SelectedRows] | Tensor | None) -> int:

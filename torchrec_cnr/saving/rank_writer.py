@@ -22,7 +22,7 @@ from torchrec_cnr.progress import Count, SavePhases
 from torchrec_cnr.quantization import SchemeRules, Transformed
 from torchrec_cnr.quantization.row_transform import RowTransform
 from torchrec_cnr.saving.commit import RANK_RECORD, RankRecord, ShardRecord
-from torchrec_cnr.saving.encoding import EncodingInput, choose_scheme
+from torchrec_cnr.saving.encoding import EncodingInput, choose_scheme, is_outdated
 from torchrec_cnr.saving.plug_in_messages import ShardData
 from torchrec_cnr.saving.row_blocks import Member
 from torchrec_cnr.saving.sinks import PackSink
@@ -115,13 +115,14 @@ class RankWriter:
         fqn, dtype = item.index.fqn, dtype_name(data.values)
         if dtype not in DTYPES or data.values.layout is not torch.strided:
             raise ConfigurationError(f"tensor {fqn!r}: {data.values.layout} of {dtype} cannot be stored")
-        name = f"{fqn}{list(item.index.offset or ())}"
+        name, key = f"{fqn}{list(item.index.offset or ())}", shard_key(item)
         if data.codes is not None:
             scheme = data.codes.scheme
+            if isinstance(scheme, Transformed) and is_outdated(data.codes, scheme.known):
+                self._transforms[key] = replace(scheme.known, bits_per_value=0.0)  # so that the next save learns one
         else:
             values = data.values if data.values.dim() else data.values[None]
             tell = partial(self._tell_of_unsuitable_rows, fqn)
-            key = shard_key(item)
             known = self._transforms.get(key)
             if known is not None and not self._sink.older.keys() >= known.digests:
                 known = None  # no checkpoint that this one is based on has it

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchrec_cnr.kernels import check_numbers
 from torchrec_cnr.kernels.gpu.pinned_memory import PinnedMemory
-from torchrec_cnr.quantization import Encoded, KMeans, NoQuantization, Scheme, Transformed
+from torchrec_cnr.quantization import Encoded, KMeans, NoQuantization, Scheme
 from torchrec_cnr.quantization.scheme import DeviceScheme, positions
 from torchrec_cnr.saving.running_saves import RunningSave
 from torchrec_cnr.tracking.modified_rows import DeviceRows
@@ -165,8 +165,8 @@ def is_quantized_first(source: Tensor) -> bool:
 
 
 def has_kernel(scheme: Scheme) -> TypeGuard[DeviceScheme]:
-    """Return whether a scheme's codes can be computed on the device; those of k-means and transforms cannot."""
-    return not isinstance(scheme, KMeans | NoQuantization | Transformed)
+    """Return whether a scheme's codes can be computed on the device; those of k-means cannot."""
+    return not isinstance(scheme, KMeans | NoQuantization)
 
 
 class Copies:

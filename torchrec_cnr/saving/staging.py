@@ -33,9 +33,10 @@ from torchrec_cnr.kernels.cpu.gather_rows import gather_rows
 from torchrec_cnr.policies import Since
 from torchrec_cnr.progress import SavePhases
 from torchrec_cnr.quantization import SchemeRules, TransformCoded
+from torchrec_cnr.quantization.row_transform import RowTransform
 from torchrec_cnr.quantization.scheme import DeviceScheme
 from torchrec_cnr.saving.cut import Cut, Cuts, StagedRows, TrackedItem
-from torchrec_cnr.saving.encoding import choose_scheme
+from torchrec_cnr.saving.encoding import LEARNING_ROWS, SAMPLE_ROWS, choose_scheme, sampled_rows
 from torchrec_cnr.saving.plug_in_messages import STAGED, StagedSave, StagedTensor
 from torchrec_cnr.saving.running_saves import running_saves
 from torchrec_cnr.saving.sinks import RowDestination
@@ -107,17 +108,16 @@ class ShardCopy:
         return memory_key(self.source) or self.key, id(self.numbers), self.scheme
 
 
-def plan_staging(live: Mapping[str, Any], cut: Cut, rules: SchemeRules, max_bytes: int) -> list[ShardCopy]:
+def plan_staging(live: Mapping[str, Any], cut: Cut, options: "StagingOptions") -> list[ShardCopy]:
     """Return what a save needs of a state dict.
 
     Args:
         live: The flattened state dict.
         cut: Its snapshot.
-        rules: The quantization rules.
-        max_bytes: Bytes that copies take at most; the largest tables are not copied if they exceed it.
+        options: The options; the largest tables are not copied if copies would take more than ``max_bytes``.
     """
-    copies = [replace(shard_copy, scheme=_scheme_of(shard_copy, cut, rules)) for shard_copy in _copies(live, cut)]
-    excess_keys = _over(max_bytes, copies, cut)
+    copies = [replace(shard_copy, scheme=_scheme_of(shard_copy, cut, options)) for shard_copy in _copies(live, cut)]
+    excess_keys = _over(options.max_bytes, copies, cut)
     masks: dict[int, StagedRows] = {}
     return [_live(shard_copy, cut, masks) if shard_copy.key in excess_keys else shard_copy for shard_copy in copies]
 
@@ -205,17 +205,27 @@ def _live(shard_copy: ShardCopy, cut: Cut, masks: dict[int, StagedRows]) -> Shar
     return replace(shard_copy, numbers=None, rows=rows, scheme=None, is_live=True)
 
 
-def _scheme_of(shard_copy: ShardCopy, cut: Cut, rules: SchemeRules) -> DeviceScheme | None:
-    """Return the scheme by which rows of a tracked shard are encoded before the copy; None if values are copied."""
+def _scheme_of(shard_copy: ShardCopy, cut: Cut, options: "StagingOptions") -> DeviceScheme | None:
+    """Return the scheme by which rows of a tracked shard are encoded before the copy; None if values are copied.
+
+    A transform is used if it is known. To learn one takes tenths of a second, for which training would wait. So values
+    are copied then, and the save learns a transform while training continues.
+    """
     source, item = shard_copy.source, cut.items.get(shard_copy.key)
     is_table = source.dim() == 2 and source.stride(1) == 1 and math.prod(shard_copy.shape) > 0
     if item is None or not is_table or not is_quantized_first(source):
         return None
-    if isinstance(rules.rule_for(item.fqn, source.dtype, item.is_table), TransformCoded):
-        return None  # a transform is learned once, when rows are encoded on the host
-    rows = shard_copy.numbers
-    selected = [RowMask(rows.mask)] if isinstance(rows, DeviceRows) else rows
-    scheme = choose_scheme(rules, item.fqn, item.is_table, source, selected, cut.num_restores)
+    rows = RowMask(numbers.mask) if isinstance(numbers := shard_copy.numbers, DeviceRows) else numbers
+    rule = options.rules.rule_for(item.fqn, source.dtype, item.is_table)
+    if isinstance(rule, TransformCoded):
+        known = options.transforms.get(shard_copy.key)
+        if known is None:
+            return None
+        sample = sampled_rows(source, rows, LEARNING_ROWS)
+        other = rule.error_of.choose(lambda: sample[:SAMPLE_ROWS], cut.num_restores)
+        return rule.choose_known(sample, other, known)
+    selected = [rows] if isinstance(rows, RowMask) else rows
+    scheme = choose_scheme(options.rules, item.fqn, item.is_table, source, selected, cut.num_restores)
     return scheme if has_kernel(scheme) else None
 
 
@@ -231,12 +241,14 @@ class StagingOptions:
         max_bytes: Bytes that copies take at most.
         timeout_secs: Seconds to wait for previous saves.
         destination: Destination of the rows.
+        transforms: The transforms that saves of this process have learned last, by shard.
     """
 
     rules: SchemeRules
     max_bytes: int
     timeout_secs: float
     destination: RowDestination
+    transforms: Mapping[ShardKey, RowTransform]
 
 
 def stage(state_dict: Mapping[str, Any], options: StagingOptions, buffers: StagingBuffers) -> dict[str, Any]:
@@ -271,7 +283,7 @@ def _staged(
     cuts = tracker.saves
     cut = cuts.cut(live, staged_save.running, cuts.policy, options.destination, options.timeout_secs, is_staged=True)
     began = time.monotonic()
-    copies = plan_staging(live, cut, options.rules, options.max_bytes)
+    copies = plan_staging(live, cut, options)
     to_copy = [shard_copy for shard_copy in copies if not shard_copy.is_live]
     copies_by_memory = {shard_copy.memory: shard_copy for shard_copy in to_copy}
     on_devices = {id(rows): rows for rows in (each.numbers for each in to_copy) if isinstance(rows, DeviceRows)}

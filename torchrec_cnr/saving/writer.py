@@ -165,14 +165,14 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
                 "rows in a compacted Kafka topic cannot be transform-coded: pass another scheme as 'quantization', or "
                 "use a topic that is not compacted"
             )
-        self._staging = StagingOptions(self._rules, staging_bytes, timeout_secs, self._destination)
+        self._transforms: dict[ShardKey, RowTransform] = {}  # that this process has learned
+        self._staging = StagingOptions(self._rules, staging_bytes, timeout_secs, self._destination, self._transforms)
         self._buffers = StagingBuffers()
         self._path = self._opened(path)
         self._threads = threading.local()
         if row_log is not None:
             row_log.open(may_make=True)
         kernel_warm_ups.writer_made(self, self._rules)
-        self._transforms: dict[ShardKey, RowTransform] = {}  # that this process has learned
         self._warned: set[str] = set()  # FQNs whose rows are stored exactly, and patterns that match none
 
     def __repr__(self) -> str:

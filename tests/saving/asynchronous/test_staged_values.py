@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,7 +25,8 @@ from tests.support.ranks import RankPools
 from torchrec_cnr import kernels
 from torchrec_cnr.kernels import cpu
 from torchrec_cnr.progress import SavePhases
-from torchrec_cnr.quantization import HalfPrecision
+from torchrec_cnr.quantization import HalfPrecision, Transformed
+from torchrec_cnr.quantization.learned_transform import ErrorLimit, learned, principal_components
 from torchrec_cnr.saving import staged_values, staging
 from torchrec_cnr.saving.plug_in_messages import STAGED
 from torchrec_cnr.saving.staged_values import (
@@ -39,11 +41,14 @@ from torchrec_cnr.sharding import local_shards
 from torchrec_cnr.tracking import modified_rows
 from torchrec_cnr.tracking.modified_rows import DeviceRows, RowMask
 
+_SAMPLE = np.random.default_rng(0).normal(size=(100, 7))
+_LIMIT = ErrorLimit.of(np.linalg.norm(_SAMPLE, axis=1), np.full(100, 0.1), 2.0)
 SCHEMES: list[Any] = [
     cnr.Asymmetric(4),
     cnr.AdaptiveAsymmetric.best(3),
     cnr.Symmetric(8),
     HalfPrecision(torch.bfloat16),
+    Transformed.by(learned(_SAMPLE, _LIMIT, principal_components(_SAMPLE))),
 ]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
