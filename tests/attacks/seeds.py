@@ -121,7 +121,7 @@ def _packed_rows() -> list[bytes]:
     found = []
     for num_rows, num_cols in ((3, 1), (40, 5), (4_100, 2)):
         rows = np.random.default_rng(num_rows).normal(size=(num_rows, num_cols)) ** 3
-        transform = learned(rows, ErrorLimit.of(rows, np.full(len(rows), 0.3), math.inf), None)
+        transform = learned(rows, ErrorLimit.of(np.linalg.norm(rows, axis=1), np.full(len(rows), 0.3), math.inf), None)
         numbers = np.rint(rows / transform.step).astype(np.int16)
         head = bytes([num_cols - 1]) + (num_rows - 1).to_bytes(2, "little")
         found.append(head + transform.data + pack_rows(numbers, transform).tobytes())

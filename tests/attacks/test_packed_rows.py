@@ -111,7 +111,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         generator = torch.Generator().manual_seed(num_rows)
         state[name] = torch.randn(num_rows, num_cols, generator=generator)
         if name == "few":
-            state[name] = state[name] * 1e-3 + state[name][:, :1]
+            state[name] = state[name] * 1e-2 + state[name][:, :1] * torch.linspace(1, 2, num_cols)
         state[name][3] = float("nan")
     rule = {"*": cnr.TransformCoded(cnr.AdaptiveAsymmetric(4))}
     writer = cnr.CNRStorageWriter(root / "step-1", quantization=rule, sync_files=False)
