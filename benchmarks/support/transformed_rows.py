@@ -87,7 +87,8 @@ class TransformedRows:
         if not isinstance(scheme, Transformed):
             tally.num_bytes = len(wanted) * scheme.row_bytes(dim, table.dtype)
             return tally
-        transform, known = scheme.known, set() if self._known is None else self._known.digests
+        transform = scheme.known
+        known = set() if self._known is None else {self._known.digest, self._known.largest_part}
         tally.num_bytes = pack_rows(encoded.codes.view(torch.int16).numpy()[is_coded.numpy()], transform).nbytes
         if transform.digest not in known:
             tally.num_bytes += len(transform.data)

@@ -257,6 +257,8 @@ def test_small_deltas_use_a_known_transform() -> None:
     assert isinstance(first, Transformed)
     kept = [chosen_by_a_save(TransformCoded(), few_dimensions(60, seed), first.known) == first for seed in range(50)]
     assert sum(kept) >= 35
+    without = replace(first.known, is_stored=False)  # its bytes count then
+    assert not isinstance(chosen_by_a_save(TransformCoded(), few_dimensions(60), without), Transformed)
     assert not isinstance(chosen_by_a_save(TransformCoded(), few_dimensions(60)), Transformed)
 
 

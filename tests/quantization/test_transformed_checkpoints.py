@@ -147,6 +147,23 @@ def test_a_basis_is_stored_once(tmp_path: Path) -> None:
         assert_near(tmp_path / "5", run.table)
 
 
+@pytest.mark.parametrize("policy", [cnr.OneShot(), cnr.Consecutive()], ids=repr)
+def test_another_step_needs_no_other_basis(tmp_path: Path, policy: cnr.Policy) -> None:
+    """Also where deltas are of the baseline, which has the basis but not the steps of the deltas before."""
+    with running(tmp_path, policy=policy) as run:
+        checkpoints = [run.save()]
+        for number in range(1, 4):
+            rows = torch.arange(number, NUM_ROWS, 2)
+            run.table[rows] = few_dimensions(len(rows), number) * 0.7**number
+            run.tracker.mark("users", rows)
+            checkpoints.append(run.save())
+            assert not cnr.verify(tmp_path / str(number)).problems
+    assert [checkpoint.kind for checkpoint in checkpoints] == ["baseline", "delta", "delta", "delta"]
+    assert len({scheme_of(checkpoint).digest for checkpoint in checkpoints}) == 4
+    assert len({scheme_of(checkpoint).basis for checkpoint in checkpoints}) == 1
+    assert [basis_directory(checkpoint) for checkpoint in checkpoints] == [None, *["../0"] * 3]
+
+
 def test_a_baseline_stores_its_basis(tmp_path: Path) -> None:
     """Also in a process that has learned one: a baseline refers to no other checkpoint."""
     with running(tmp_path, policy=cnr.Full()) as run:

@@ -72,6 +72,7 @@ class RowTransform:
         dead_zone: float64 [num_cols], by how many steps components are moved towards zero before they are rounded. It
             is not stored; None in a transform that was read, for zeros.
         bits_per_value: How many bits a value took when the basis was learned; 0 if that is not known.
+        is_stored: Whether a checkpoint that a save is based on has it, not only its basis.
     """
 
     num_cols: int
@@ -82,6 +83,7 @@ class RowTransform:
     choices: npt.NDArray[np.uint8]
     dead_zone: npt.NDArray[np.float64] | None = None
     bits_per_value: float = 0.0
+    is_stored: bool = True
 
     @property
     def zones(self) -> Floats:
@@ -89,9 +91,9 @@ class RowTransform:
         return np.zeros(self.num_cols) if self.dead_zone is None else self.dead_zone
 
     @property
-    def digests(self) -> set[str]:
-        """The digests of the transform and of its basis, in hexadecimal."""
-        return {self.digest} if self.basis is None else {self.digest, self.basis.digest.hex()}
+    def largest_part(self) -> str:
+        """The digest, in hexadecimal, of the part that takes most bytes: the basis, or the transform without one."""
+        return self.digest if self.basis is None else self.basis.digest.hex()
 
     @cached_property
     def class_tables(self) -> SymbolTables:

@@ -211,7 +211,7 @@ class TransformCoded:
             other: The choice of ``error_of`` for the sample.
             other_bytes: The bytes that a row takes by it.
             num_rows: How many rows are stored.
-            known: A transform that is stored already; None if there is none.
+            known: A transform that is stored already, or whose basis is; None if there is none.
         """
         rows, num_cols = sample.cpu(), sample.shape[1]
         found = _limit_of(rows, other) if num_cols <= MAX_COLS else None
@@ -278,6 +278,11 @@ def bytes_of_rows(known: RowTransform, numbers: Numbers, exact_share: float, ite
     return num_bits / 8 + exact_share * (known.num_cols * itemsize + _POSITION_BYTES)
 
 
+def _own_bytes(transform: RowTransform) -> int:
+    """Return the bytes that a checkpoint needs to store a transform, without its basis."""
+    return transform_bytes(transform.num_cols) + _PARTS_BYTES
+
+
 @dataclass(frozen=True)
 class _Candidate:
     """A scheme with a transform.
@@ -319,11 +324,11 @@ class _Sample:
         """Return transforms to choose from: a known one, if it still fits, or what can replace it."""
         if known is None:
             return [self._learned(None), *self._with_new_basis(None, _MIN_GAIN)]
-        kept = self._candidate(known, 0)
+        kept = self._candidate(known, 0 if known.is_stored else _own_bytes(known))
         are_longer = has_drifted(known, kept.row_bytes)
         has_similar_error = _LEAST_PART <= kept.error_part <= 1 / _LEAST_PART
         if kept.is_right and has_similar_error and not are_longer:
-            # It needs no new parts, and a compaction joins its rows with older ones: it wins if it is about as good.
+            # A compaction joins its rows with older ones: it wins if it is about as good.
             found = [replace(kept, num_bytes=_MIN_GAIN * kept.num_bytes)]
         else:
             found = [kept] if kept.is_right and not are_longer else []
@@ -346,7 +351,7 @@ class _Sample:
     def _learned(self, basis: Basis | None, bits_per_value: float = 0.0, part_bytes: int = 0) -> _Candidate:
         """Return a transform with a step and tables for these rows; ``part_bytes`` are those of a new basis."""
         transform = replace(learned(self.values, self.limit, basis), bits_per_value=bits_per_value)
-        return self._candidate(transform, part_bytes + transform_bytes(transform.num_cols) + _PARTS_BYTES)
+        return self._candidate(transform, part_bytes + _own_bytes(transform))
 
     def _candidate(self, transform: RowTransform, part_bytes: int) -> _Candidate:
         scheme, (num_rows, num_cols) = Transformed.by(transform), self.rows.shape

@@ -139,7 +139,7 @@ def choose_scheme(
         rows: The rows to store: in parts, as the planner resolves them, or by their numbers, int64 [k]; None for all.
         num_restores: Number of restores in the history of the state.
         on_unsuitable: Called if codes cannot represent so many rows that the shard is stored exactly, with their share.
-        known: A transform of the shard's rows that an older checkpoint of the chain has; None without one.
+        known: A transform of the shard's rows that an older checkpoint of the chain has, or whose basis it has.
     """
     rule = rules.rule_for(fqn, values.dtype, is_table)
     if isinstance(rule, NoQuantization) or values.numel() == 0:

@@ -124,8 +124,10 @@ class RankWriter:
             values = data.values if data.values.dim() else data.values[None]
             tell = partial(self._tell_of_unsuitable_rows, fqn)
             known = self._transforms.get(key)
-            if known is not None and not self._sink.older.keys() >= known.digests:
-                known = None  # no checkpoint that this one is based on has it
+            if known is not None:
+                # Deltas of a baseline may use its basis, although only a delta before has had this step.
+                is_stored, has_largest = (part in self._sink.older for part in (known.digest, known.largest_part))
+                known = replace(known, is_stored=is_stored) if has_largest else None
             scheme = choose_scheme(self._rules, fqn, data.is_table, values, data.rows, data.num_restores, tell, known)
             if isinstance(scheme, Transformed):
                 self._transforms[key] = scheme.known
