@@ -38,7 +38,7 @@ class _Sizes:
     restores: tuple[int, ...]
 
 
-FULL = _Sizes(300 * BATCH_CLICKS, 20 * BATCH_CLICKS, 5, (1, 30))
+FULL = _Sizes(300 * BATCH_CLICKS, 20 * BATCH_CLICKS, 5, (1, 10, 30))
 QUICK = _Sizes(12 * BATCH_CLICKS, 2 * BATCH_CLICKS, 2, (1, 3))
 ALL_CASES = _Sizes(1000 * BATCH_CLICKS, 20 * BATCH_CLICKS, 10, (1, 3, 10, 30, 100))
 
