@@ -24,14 +24,17 @@ def _basis(random: np.random.Generator, num_cols: int) -> Any:
     return np.linalg.qr(random.normal(size=(num_cols, num_cols)))[0].astype(np.float32).astype(np.float64)
 
 
-@given(
-    num_rows=st.integers(0, 30),
-    num_cols=st.integers(1, 70),
-    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
-    has_basis=st.booleans(),
-    has_zone=st.booleans(),
-    seed=st.integers(0, 2**32),
-)
+TABLES: dict[str, Any] = {
+    "num_rows": st.integers(0, 30),
+    "num_cols": st.integers(1, 70),
+    "dtype": st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    "has_basis": st.booleans(),
+    "has_zone": st.booleans(),
+    "seed": st.integers(0, 2**32),
+}
+
+
+@given(**TABLES)
 @settings(deadline=None)
 def test_components_are_those_of_numpy(
     num_rows: int, num_cols: int, dtype: torch.dtype, has_basis: bool, has_zone: bool, seed: int
@@ -99,14 +102,9 @@ def test_rows_that_might_become_infinite_are_exact(dtype: torch.dtype, most: flo
 
 @pytest.mark.parametrize("device", DEVICES)
 @given(
-    num_rows=st.integers(0, 30),
-    num_cols=st.integers(1, 70),
-    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
-    has_basis=st.booleans(),
-    has_zone=st.booleans(),
+    **TABLES,
     log_step=st.floats(-4.5, 0),
     block_rows=st.integers(1, 40),
-    seed=st.integers(0, 2**32),
 )
 @settings(deadline=None)
 def test_devices_compute_the_numbers_of_cpus(
