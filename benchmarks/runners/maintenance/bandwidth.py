@@ -42,7 +42,9 @@ SCHEMES: Mapping[str, cnr.Scheme] = {
     "exact": cnr.NoQuantization(),
 }
 TRANSFORMED: Mapping[str, cnr.TransformCoded] = {
-    width: cnr.TransformCoded(cnr.AdaptiveAsymmetric(bits)) for width, bits in (("3 bits", 3), ("4 bits", 4))
+    "3 bits": cnr.TransformCoded(cnr.AdaptiveAsymmetric(3)),
+    "4 bits": cnr.TransformCoded(cnr.AdaptiveAsymmetric(4)),
+    "8 bits": cnr.TransformCoded(cnr.Asymmetric(8)),
 }
 POLICIES: Mapping[str, cnr.Policy] = {
     "Full": cnr.Full(),

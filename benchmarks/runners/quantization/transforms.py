@@ -31,6 +31,8 @@ NUM_CHECKPOINTS, NUM_QUICK_CHECKPOINTS = 100, 4
 SCHEMES: Mapping[str, tuple[Quantization, cnr.Scheme]] = {  # of the tables, and of the optimizer state
     "4 bits": (cnr.AdaptiveAsymmetric(4), EXACT),
     "3 bits": (cnr.AdaptiveAsymmetric(3), EXACT),
+    "8 bits": (cnr.Asymmetric(8), EXACT),
+    "transformed, error of 8 bits": (TransformCoded(cnr.Asymmetric(8)), EXACT),
     "transformed, error of 4 bits": (TransformCoded(cnr.AdaptiveAsymmetric(4)), EXACT),
     "transformed, error of 3 bits": (TransformCoded(cnr.AdaptiveAsymmetric(3)), EXACT),
     "transformed, error of 4 bits; state in bf16": (
@@ -47,6 +49,7 @@ MIN_WRITTEN: Mapping[tuple[Head, str], float] = {
     ("dot products", "3 bits"): 100.0,
     ("DCN-v2", "3 bits"): 50.0,
     ("MLP", "3 bits"): 45.0,
+    **{(head, "8 bits"): 14.0 for head in get_args(Head)},
 }
 MIN_KEPT: Mapping[Head, float] = {"dot products": 18.0, "DCN-v2": 8.0}
 

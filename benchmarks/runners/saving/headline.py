@@ -1,7 +1,8 @@
 """The figures of the README: bytes of a checkpoint, stall, save, restore and memory, against plain DCP.
 
 A quarter of the rows is modified by training before each save. Exact rows and 4 bits are measured alike, beside plain
-``dcp.save`` and ``dcp.async_save``, and beside deltas written by hand from TorchRec's ``ModelDeltaTracker``.
+``dcp.save`` and ``dcp.async_save``, and beside deltas written by hand from TorchRec's ``ModelDeltaTracker``. Bytes of
+transform-coded rows depend on values: for them, the rows of a trained table are repeated. All others are random.
 """
 
 import os
@@ -13,6 +14,9 @@ from pathlib import Path
 
 import torchrec_cnr as cnr
 from benchmarks.plots.headline import PLOT
+from benchmarks.support.data.click_model import Head
+from benchmarks.support.data.clicks import trained_on
+from benchmarks.support.data.tiled_rows import tiled, trained_table
 from benchmarks.support.jobs.save_methods import (
     DCP,
     DCP_ASYNC,
@@ -28,17 +32,20 @@ from benchmarks.support.process_memory import peak_mib
 from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report
 from benchmarks.support.rounds import Candidate, Setup, Timings, interleave, round_name
+from torchrec_cnr.quantization import Quantization
 
 SHARE = 0.26  # of the rows is modified between two checkpoints
 DIM = 64
 ROWS, QUICK_ROWS = (500_000, 2_000_000, 8_000_000), (2_000, 4_000)
 NUM_ROUNDS, NUM_QUICK_ROUNDS = 5, 1
-EXACT, EIGHT, FOUR, TWO = "exact", "8-bit", "4-bit", "2-bit"
-SCHEMES: Mapping[str, cnr.Scheme] = {
+EXACT, EIGHT, FOUR, TWO, TRANSFORMED = "exact", "8-bit", "4-bit", "2-bit", "transform-coded, error of 4-bit"
+TRAINED_HEAD: Head = "DCN-v2"  # the model whose rows are repeated
+SCHEMES: Mapping[str, Quantization] = {
     EXACT: cnr.NoQuantization(),
     EIGHT: cnr.Asymmetric(8),
     FOUR: cnr.AdaptiveAsymmetric(4),
     TWO: cnr.AdaptiveAsymmetric(2),
+    TRANSFORMED: cnr.TransformCoded(cnr.AdaptiveAsymmetric(4)),
 }
 
 
@@ -56,6 +63,7 @@ def run(setup: Setup) -> Report:
             f"{NUM_ROUNDS} rounds after a warm-up, all methods in turns, one thread. A stall ends when training may go",
             "on; a save ends when the checkpoint is in the page cache (no file is forced to disk). A restore loads the",
             "whole state, for a delta from its baseline and the delta. Memory is the peak of a save beyond the state.",
+            f"Transform-coded: with the values of the readers' table of {TRAINED_HEAD}, trained on {trained_on()}.",
         ),
         figures=tuple(figures),
     )
@@ -101,6 +109,12 @@ class _Models:
         self.model.modify(SHARE)
         self.quantized.modify(SHARE)
 
+    def set_trained(self, is_quick: bool) -> None:
+        """Set all rows of the quantized model to those of a trained table, repeated, and let no step change them."""
+        [table] = self.quantized.tables()
+        table.copy_(tiled(trained_table(TRAINED_HEAD, "readers", is_quick).rows, len(table)))
+        self.quantized.set_learning_rate(0)  # its steps count as training, but add the same direction to all rows
+
     def clear(self) -> None:
         """Set all rows of both to zero."""
         self.model.clear()
@@ -119,7 +133,7 @@ def _methods(models: _Models, folder: Path) -> dict[str, SaveMethod]:
 
 
 def _bytes_and_memory(setup: Setup, models: _Models, methods: dict[str, SaveMethod], folder: Path) -> list[Figure]:
-    """Save once more by each method; at 8 and 2 bits, bytes only."""
+    """Save once more by each method; at 8 and 2 bits and transform-coded, bytes only."""
     memory: dict[str, float] = {}
     sizes: dict[str, int] = {}
     for name, method in methods.items():
@@ -129,7 +143,10 @@ def _bytes_and_memory(setup: Setup, models: _Models, methods: dict[str, SaveMeth
         memory[name] = peak_mib(partial(_save_whole, method)) + method.held_bytes / 2**20
         sizes[name] = _last_bytes(folder, name)
     methods[FOUR].close()
-    for name in (EIGHT, TWO):
+    for name in (EIGHT, TWO, TRANSFORMED):
+        setup.say(f"bytes of {name}")
+        if name == TRANSFORMED:
+            models.set_trained(setup.quick)
         other = Ours(models.quantized, folder / name, SCHEMES[name])
         models.modify()
         _save_whole(other)

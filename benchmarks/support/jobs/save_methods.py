@@ -15,6 +15,7 @@ from torchrec.distributed.model_tracker.model_delta_tracker import ModelDeltaTra
 
 import torchrec_cnr as cnr
 from benchmarks.support.jobs.table_models import TableModel
+from torchrec_cnr.quantization import Quantization
 
 OURS = "torchrec_cnr"
 TORCH_SAVE, DCP, DCP_ASYNC = "torch.save", "dcp.save", "dcp.async_save"
@@ -70,7 +71,7 @@ def tensors(model: TableModel) -> dict[str, Tensor]:
 class Ours:
     """Deltas on a baseline, saved asynchronously; by default of 4 bits."""
 
-    def __init__(self, model: TableModel, folder: Path, scheme: cnr.Scheme | None = None) -> None:
+    def __init__(self, model: TableModel, folder: Path, scheme: Quantization | None = None) -> None:
         self._model = model
         self._folder = folder
         self._tracker = cnr.RowTracker(model.sharded)

@@ -147,6 +147,13 @@ class TableModel:
         """Run forward and backward, which includes the optimizer."""
         self.sharded(batch).wait().values().sum().backward()
 
+    def set_learning_rate(self, rate: float) -> None:
+        """Set the rate of all later steps."""
+        optimizer = self.sharded.fused_optimizer
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()  # hands the rate to the tables
+
     def modify(self, share: float) -> None:
         """Train once on each row of a random share of every table's rows. Each of several ranks takes its part."""
         num_rows = round(share * self.sizes.num_rows / self._num_ranks)
