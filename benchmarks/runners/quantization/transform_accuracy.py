@@ -21,6 +21,7 @@ from torchrec_cnr.quantization import Quantization
 
 DIM = 64
 HEADS: tuple[Head, ...] = ("dot products", "DCN-v2", "MLP")
+MEASURES = {"log_loss": "log loss", "loss_while_training": "loss while training", "auc": "AUC"}
 UNIFORM, TRANSFORMED, EXACT = "4 bits", "transformed, error of 4 bits", "bit-exact"
 RULES: Mapping[str, Quantization] = {
     UNIFORM: cnr.AdaptiveAsymmetric(4),
@@ -38,7 +39,7 @@ class _Sizes:
     restores: tuple[int, ...]
 
 
-FULL = _Sizes(300 * BATCH_CLICKS, 20 * BATCH_CLICKS, 5, (1, 10, 30))
+FULL = _Sizes(300 * BATCH_CLICKS, 20 * BATCH_CLICKS, 5, (1, 3, 10, 30, 100))
 QUICK = _Sizes(12 * BATCH_CLICKS, 2 * BATCH_CLICKS, 2, (1, 3))
 ALL_CASES = _Sizes(1000 * BATCH_CLICKS, 20 * BATCH_CLICKS, 10, (1, 3, 10, 30, 100))
 
@@ -72,30 +73,34 @@ def _outcome(
 
 
 def _report(runs: Runs, sizes: _Sizes) -> Report:
-    figures, lines = [], []
+    figures, lines, differences = [], [], []
     for head in HEADS:
         exact = runs[head, EXACT, 0]
         for num in sizes.restores:
             uniform, transformed = runs[head, UNIFORM, num], runs[head, TRANSFORMED, num]
             for name, found in ((UNIFORM, uniform), (TRANSFORMED, transformed)):
-                changes = (_change(found, exact, what) for what in ("log_loss", "loss_while_training", "auc"))
+                changes = (_change(found, exact, what) for what in MEASURES)
                 error = fmean(outcome.error_sum for outcome in found)
                 lines.append((head, name, f"{num}", *map(_text, changes), f"{error:.4f}"))
-            for what in ("log_loss", "loss_while_training"):
-                between = _change(transformed, uniform, what)
-                label = f"{head}, {num} restores: {what.replace('_', ' ')}, transformed to 4 bits"
-                mean, low, high = (1 + percents / 100 for percents in (between.mean, between.low, between.high))
+            between = {what: _change(transformed, uniform, what) for what in MEASURES}
+            differences.append((head, f"{num}", *map(_text, between.values())))
+            for what in ("log_loss", "auc"):
+                label = f"{head}, {num} restores: {MEASURES[what]}, transformed to 4 bits"
+                interval = between[what]
+                mean, low, high = (1 + percents / 100 for percents in (interval.mean, interval.low, interval.high))
                 figures.append(Figure(label, mean, "×", low, high))
-    columns = ("model", "rule", "restores", "log loss", "loss while training", "AUC", "squared errors")
     return Report(
         title=f"accuracy after restores, {sizes.num_clicks:,} {trained_on()}, tables of {DIM} columns",
         notes=(
             f"Changes in per cent of the bit-exact run of the same seed: mean of {sizes.num_seeds} seeds ± half of the",
-            f"{CONFIDENCE:.0%} interval (Student's t). Figures compare both rules seed by seed, with that interval:",
-            "below 1, transformed rows cost less. Squared errors: of all restores, of the tables' squared values.",
+            f"{CONFIDENCE:.0%} interval (Student's t). The second table and the figures compare both rules, seed by seed.",
+            "A smaller loss and a larger AUC are better. Squared errors: of all restores, of the squares of tables.",
         ),
         figures=tuple(figures),
-        tables=(Table(columns, tuple(lines)),),
+        tables=(
+            Table(("model", "rule", "restores", *MEASURES.values(), "squared errors"), tuple(lines)),
+            Table(("transformed, of 4 bits", "restores", *MEASURES.values()), tuple(differences)),
+        ),
     )
 
 
