@@ -93,8 +93,8 @@ def _report(runs: Runs, sizes: _Sizes) -> Report:
         title=f"accuracy after restores, {sizes.num_clicks:,} {trained_on()}, tables of {DIM} columns",
         notes=(
             f"Changes in per cent of the bit-exact run of the same seed: mean of {sizes.num_seeds} seeds ± half of the",
-            f"{CONFIDENCE:.0%} interval (Student's t). The second table and the figures compare both rules, seed by seed.",
-            "A smaller loss and a larger AUC are better. Squared errors: of all restores, of the squares of tables.",
+            f"{CONFIDENCE:.0%} interval (Student's t). The second table and the figures compare the rules by seed:",
+            "a smaller loss and a larger AUC are better. Squared errors: of all restores, of the squares of tables.",
         ),
         figures=tuple(figures),
         tables=(
