@@ -246,7 +246,7 @@ def choose_base(
     if parent is None:
         logger.warning("%s is missing, corrupt or was replaced: this save is a baseline", baseline.path)
         return None
-    if store.row_log is not None and not store.row_log.holds(_packs_needed(store.row_log, head, newest, parent)):
+    if store.row_log is not None and not _holds_rows(store.row_log, head, newest, parent):
         logger.warning("rows of %s are not in topic %r: this save is a baseline", head.ref.path, store.row_log.topic)
         return None
     if relative_path(store, parent.store.url) is None:
@@ -255,16 +255,19 @@ def choose_base(
     return Base(since, chain if parent is newest else (parent,), history)
 
 
-def _packs_needed(row_log: RowLog, head: Head, newest: Checkpoint, parent: Checkpoint) -> list[Pack]:
-    """Return the oldest and newest data files of the chain that a delta is based on.
+def _holds_rows(row_log: RowLog, head: Head, newest: Checkpoint, parent: Checkpoint) -> bool:
+    """Return whether a topic has the oldest and newest data files of the chain that a delta is based on.
 
-    If the topic keeps the newest rows only, these are the files that the delta may reuse.
+    If it keeps the newest rows only, these are files to reuse. Then a merged parent must not have rows there, because
+    later saves overwrite them.
     """
+    if row_log.block_bytes is not None and any(pack.log and pack.log.key for pack in parent.manifest.packs):
+        return False
     links = [newest if row_log.block_bytes is not None else parent]
     if parent.ref == head.ref and len(head.lineage) > 2:
         oldest = _intact_checkpoint(head.lineage[1])
         links += [] if oldest is None else [oldest]
-    return [pack for link in links for pack in link.manifest.packs]
+    return row_log.holds([pack for link in links for pack in link.manifest.packs])
 
 
 def stored_whole(tensors: Mapping[str, RowTensor], metadata: Metadata, parent: Manifest) -> set[str]:
