@@ -197,8 +197,8 @@ class BlockSink(PackSink):
         captured: Captured | None,
     ) -> None:
         """Encode the blocks that changed, and reuse the others."""
-        has_blocks = rows is not None and isinstance(captured, TouchedBlocks) and 0 not in members[0].place.box.sizes
-        if rows is None or not isinstance(captured, TouchedBlocks) or not has_blocks or not len(rows[0]):
+        is_empty = 0 in members[0].place.box.sizes or (rows is not None and not any(map(len, rows)))
+        if rows is None or not isinstance(captured, TouchedBlocks) or is_empty:
             super().write(members, sources_of, rows, captured)
             return
         (selected_rows,) = rows
