@@ -27,11 +27,12 @@ from tests.support.ranks import RankPools
 from torchrec_cnr.format.row_sets import Blob
 from torchrec_cnr.lineage.checkpoint import read_lineage
 from torchrec_cnr.quantization import TransformCoded, Transformed
+from torchrec_cnr.storage.store import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 # Of a row's norm, that 4 bits may be off by where a shard is not transformed: half of each of 15 steps, and clipping.
-_LARGEST_SHARE = 0.15
+LARGEST_SHARE = 0.15
 FQN, NUM_ROWS = "model.users.weight", 3_000
 RULE = TransformCoded(cnr.AdaptiveAsymmetric(4))
 
@@ -293,20 +294,13 @@ def test_rows_are_exact_if_no_error_is_within_the_budget(tmp_path: Path) -> None
         assert schemes == [Transformed, cnr.NoQuantization]
 
 
-def test_compacted_topics_are_refused() -> None:
-    """Their row blocks are stored one by one, without a transform."""
-    rows = cnr.KafkaRows("localhost:1", "rows", compacted=True)
-    with pytest.raises(cnr.ConfigurationError, match="cannot be transform-coded"):
-        cnr.CNRStorageWriter("run", quantization=RULE, row_log=rows)
-
-
 _BAG_ROWS = (6_000, 4_000, 3_000)  # enough that a transform is worth its bytes
 
 
-def _largest_errors(path: Path) -> dict[str, float]:
+def largest_errors(path: Path | str, row_log: cnr.KafkaRows | None = None) -> dict[str, float]:
     """Of each table: 0.85 of the largest step in the lineage, times the root of its columns; 0 without one."""
     found: dict[str, float] = {}
-    for checkpoint in read_lineage(path).checkpoints:
+    for checkpoint in read_lineage(Store.open(path, row_log=row_log)).checkpoints:
         for fqn, entry in checkpoint.manifest.tensors.items():
             if entry.is_table:
                 steps = [
@@ -324,7 +318,8 @@ def _step(checkpoint: cnr.Checkpoint, blob: Blob) -> float:
     return float(step)
 
 
-def _job(rank: int, root: str, is_async: bool) -> list[str]:
+def train_and_compare(rank: int, root: str, is_async: bool, rows: cnr.KafkaRows | None = None) -> list[str]:
+    """Save three checkpoints, and return which rows are not about what they should be."""
     job: Job = torchrec_job(1, bag_rows=_BAG_ROWS)
     tracker = cnr.RowTracker(job.model)
     for shard in tracker.shards:
@@ -332,7 +327,8 @@ def _job(rank: int, root: str, is_async: bool) -> list[str]:
             with torch.no_grad():
                 shard.weight.copy_(few_dimensions(len(shard.weight), 100 + rank)[:, : shard.weight.shape[1]])
     tracker.mark_all()
-    manager = cnr.CheckpointManager(root, tracker, policy=cnr.Consecutive(), quantization=RULE)
+    policy = cnr.Consecutive() if rows is None else cnr.OneShot()
+    manager = cnr.CheckpointManager(root, tracker, policy=policy, quantization=RULE, row_log=rows)
     wrong = []
     for number in range(3):
         train(job, number)
@@ -345,13 +341,14 @@ def _job(rank: int, root: str, is_async: bool) -> list[str]:
         else:
             manager.save(number, state(job))
         path = f"{root}/step-{number}"
-        loaded, largest = models.load(torchrec_job(50, bag_rows=_BAG_ROWS), path), _largest_errors(Path(path))
+        loaded = models.load(torchrec_job(50, bag_rows=_BAG_ROWS), path, row_log=rows)
+        largest = largest_errors(path, rows)
         for fqn in differing(loaded, cut):
             if fqn not in largest:
                 wrong.append(f"{number}: {fqn}")
                 continue
             errors, norms = (values.double().norm(dim=1) for values in (loaded[fqn] - cut[fqn], cut[fqn]))
-            lost = errors > torch.clamp(_LARGEST_SHARE * norms, min=largest[fqn])
+            lost = errors > torch.clamp(LARGEST_SHARE * norms, min=largest[fqn])
             wrong += [f"{number}: row {row} of {fqn}" for row in lost.nonzero().squeeze(1).tolist()]
     manager.close()
     tracker.close()
@@ -361,7 +358,7 @@ def _job(rank: int, root: str, is_async: bool) -> list[str]:
 @pytest.mark.parametrize("is_async", [False, True])
 def test_ranks_with_shards_of_all_kinds(tmp_path: Path, rank_pool: RankPools, is_async: bool) -> None:
     """Tables, rows and columns on two ranks; optimizer state and the dense part are exact."""
-    assert rank_pool(2).run(_job, str(tmp_path), is_async) == [[], []]
+    assert rank_pool(2).run(train_and_compare, str(tmp_path), is_async) == [[], []]
     checkpoints = [cnr.read_checkpoint(tmp_path / f"step-{number}") for number in range(3)]
     assert [checkpoint.kind for checkpoint in checkpoints] == ["baseline", "delta", "delta"]
     entries = checkpoints[-1].manifest.tensors.values()

@@ -33,12 +33,16 @@ def least_bytes(num_rows: int) -> int:
     return num_strips(num_rows) * _STRIP.itemsize
 
 
+def most_bytes(num_rows: int, num_cols: int) -> int:
+    """Return the bytes of the largest blob of this many rows, without exact ones."""
+    return least_bytes(num_rows) + 2 * most_words(num_rows, num_cols)
+
+
 def fits_packed_rows(num_bytes: int, num_rows: int, num_cols: int) -> bool:
     """Return whether a blob of this size, without exact rows, may be of this many packed rows."""
-    least = least_bytes(num_rows)
     is_bounded = num_cols > 0 and num_rows * num_cols <= MAX_VALUES
-    most = least + 2 * (most_words(num_rows, num_cols) if is_bounded else 0)
-    return is_bounded and least <= num_bytes <= most and num_bytes % 2 == 0
+    is_between = is_bounded and least_bytes(num_rows) <= num_bytes <= most_bytes(num_rows, num_cols)
+    return is_between and num_bytes % 2 == 0
 
 
 def pack_rows(numbers: Numbers, transform: RowTransform) -> npt.NDArray[np.uint8]:

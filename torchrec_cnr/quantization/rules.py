@@ -88,11 +88,6 @@ class SchemeRules:
             if rule.supports(dtype):
                 yield from possible_schemes(rule)
 
-    @property
-    def has_transforms(self) -> bool:
-        """Whether any tensor may be transform-coded."""
-        return any(isinstance(rule, TransformCoded) for rule in (self.tables, *(rule for _, rule in self.patterns)))
-
     def unused(self, fqns: Collection[str]) -> Iterator[tuple[str, list[str]]]:
         """Yield the patterns that match no tensor of a save, each with the FQNs that are most similar to it."""
         for pattern, _ in self.patterns:

@@ -77,8 +77,13 @@ class Transformed(RowCodes):
     transform: RowTransform | None = field(default=None, compare=False, repr=False)
     name: ClassVar[str] = "transformed"
 
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """The digests of what must be stored for it: the transform, and its basis, if it has one."""
+        return (self.digest,) if self.basis is None else (self.digest, self.basis)
+
     def __post_init__(self) -> None:
-        for digest in (self.digest,) if self.basis is None else (self.digest, self.basis):
+        for digest in self.digests:
             if not _DIGEST.fullmatch(str(digest)):
                 raise ConfigurationError(f"a digest must be a SHA-256 in hexadecimal (got {str(digest)[:80]!r})")
 

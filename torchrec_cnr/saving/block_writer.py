@@ -2,7 +2,9 @@
 
 The writer decides for each block whether to reuse the data file of the latest checkpoint. It does so only if that file
 holds exactly what this save would write: the same tensors, in the same shard regions, with as many rows. It writes all
-other rows that were modified since the baseline.
+other rows that were modified since the baseline, by a scheme that suits them. Reused rows keep their scheme. If that
+has a transform, the manifest names the data file that has it. If no file of the parent or the latest checkpoint has it
+any more, the block is written again.
 
 What a save must know of earlier checkpoints is read from committed manifests, and cached by their digests. A save that
 failed, on this machine or elsewhere, cannot make it wrong.
@@ -11,12 +13,14 @@ failed, on this machine or elsewhere, cannot make it wrong.
 import logging
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
+import torch
 from cachetools import LRUCache, cached
+from torch import Tensor
 from torch.profiler import record_function
 
 from torchrec_cnr.errors import CNRError, ConfigurationError, LoadError, SaveError
@@ -27,7 +31,8 @@ from torchrec_cnr.lineage.checkpoint import committed, read_checkpoint
 from torchrec_cnr.lineage.latest import newest_first
 from torchrec_cnr.policies import Full, Intermittent, OneShot, Policy, Since
 from torchrec_cnr.quantization import Scheme
-from torchrec_cnr.saving.decision import Decision
+from torchrec_cnr.quantization.packed_rows import MAX_VALUES, most_bytes
+from torchrec_cnr.saving.decision import Decision, StoredPart
 from torchrec_cnr.saving.encoding import (
     EncodedRowSet,
     EncodedShard,
@@ -47,6 +52,7 @@ from torchrec_cnr.saving.row_blocks import (
 )
 from torchrec_cnr.saving.sinks import (
     Captured,
+    Kind,
     OpenSink,
     OwnFence,
     PackSettings,
@@ -55,11 +61,12 @@ from torchrec_cnr.saving.sinks import (
     Places,
     PlainTopic,
     SinkRecords,
+    SourcesOf,
 )
 from torchrec_cnr.storage.pack_writer import PackWriter
 from torchrec_cnr.storage.row_log import BlockTarget, RowLog, root_id
 from torchrec_cnr.storage.store import Store
-from torchrec_cnr.tracking.modified_rows import ModifiedRows, SelectedRows
+from torchrec_cnr.tracking.modified_rows import ModifiedRows, RowMask, SelectedRows, numbers_of
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +75,22 @@ _NUM_LOOKED_AT = 8  # newest commit records
 _ROW_BYTES = 16  # upper bound for an encoded row number, or for the position of an exact row
 _HEADER_BYTES = 1 << 10  # of a data file, for each block of rows
 _NO_LIMIT = 1 << 62
+_NO_ROWS = torch.empty(0, dtype=torch.int64, device="cpu")
 
-_Block = tuple[RowBlock, tuple[Blob, ...]]
+
+@dataclass(frozen=True, eq=False)
+class _Block:
+    """A block of rows.
+
+    Attributes:
+        rows: Its row numbers.
+        codes: For each member, the encoded rows.
+        num_exact: For each member, how many of the rows are exact; 0 where the manifest need not have the number.
+    """
+
+    rows: RowBlock
+    codes: tuple[Blob, ...]
+    num_exact: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -90,15 +111,13 @@ class WrittenBlocks:
     """The row blocks of one table's shard and of its optimizer state.
 
     Attributes:
-        members: The table's shard and its optimizer state.
-        schemes: Quantization scheme of each member in this save.
+        kinds: For each member (the table's shard, and its optimizer state) its place, and its scheme in this save.
         new: Row numbers of the blocks that were written.
         codes: For each member, the encoded rows of these blocks.
         kept: Blocks that were reused, each with its position among the reused data files of this rank.
     """
 
-    members: Sequence[Member]
-    schemes: tuple[Scheme, ...]
+    kinds: tuple[Kind, ...]
     new: EncodedRowSet
     codes: Sequence[EncodedShard]
     kept: tuple[tuple[KeptBlock, int], ...]
@@ -108,28 +127,37 @@ class WrittenBlocks:
         blocks_by_schemes: dict[tuple[Scheme, ...], list[_Block]] = {}
         for schemes, block in (*self._new(places.row_blobs), *self._kept(places.num_packs)):
             blocks_by_schemes.setdefault(schemes, []).append(block)
-        shards = [self._part(schemes, blocks) for schemes, blocks in blocks_by_schemes.items()] or [
-            self._part(self.schemes, [])
+        shards = [self._part(schemes, blocks, places) for schemes, blocks in blocks_by_schemes.items()] or [
+            self._part(self._schemes, [], places)
         ]
         return zip(zip(*shards, strict=True), [encoded.num_exact for encoded in self.codes], strict=True)
 
-    def _part(self, schemes: tuple[Scheme, ...], blocks: list[_Block]) -> tuple[Shard, ...]:
-        blocks.sort(key=lambda block: block[0].first)
-        rows = RowSet(tuple(block for block, _ in blocks))
-        return tuple(
-            Shard(member.place.box, rows, tuple(codes[index] for _, codes in blocks), scheme, member.place.table_box)
-            for index, (member, scheme) in enumerate(zip(self.members, schemes, strict=True))
-        )
+    @property
+    def _schemes(self) -> tuple[Scheme, ...]:
+        return tuple(kind.scheme for kind in self.kinds)
+
+    def _part(self, schemes: tuple[Scheme, ...], blocks: list[_Block], places: Places) -> tuple[Shard, ...]:
+        blocks.sort(key=lambda block: block.rows.first)
+        rows = RowSet(tuple(block.rows for block in blocks))
+        shards = []
+        for index, (kind, scheme) in enumerate(zip(self.kinds, schemes, strict=True)):
+            own_kind = kind if scheme == kind.scheme else Kind(kind.place, scheme)
+            codes = tuple(block.codes[index] for block in blocks)
+            shards.append(own_kind.shard(rows, codes, tuple(block.num_exact[index] for block in blocks), places))
+        return tuple(shards)
 
     def _new(self, blobs: Sequence[Blob]) -> Iterator[tuple[tuple[Scheme, ...], _Block]]:
         for index, rows in enumerate(self.new.located(blobs).blocks):
-            yield self.schemes, (rows, tuple(blobs[shard.blobs[index]] for shard in self.codes))
+            codes = tuple(blobs[shard.blobs[index]] for shard in self.codes)
+            yield self._schemes, _Block(rows, codes, tuple(shard.exact_of_blobs[index] for shard in self.codes))
 
     def _kept(self, num_packs: int) -> Iterator[tuple[tuple[Scheme, ...], _Block]]:
         for block, index in self.kept:
             moved_blob = partial(_in_pack, num_packs + index)
-            for rows, codes in zip(block.rows, zip(*block.blobs, strict=True), strict=True):
-                yield block.schemes, (moved_block(rows, moved_blob), tuple(map(moved_blob, codes)))
+            blobs, num_exact = zip(*block.blobs, strict=True), zip(*block.num_exact, strict=True)
+            for rows, codes, exact_of_codes in zip(block.rows, blobs, num_exact, strict=True):
+                codes = tuple(map(moved_blob, codes))
+                yield block.schemes, _Block(moved_block(rows, moved_blob), codes, exact_of_codes)
 
 
 def _in_pack(pack: int, blob: Blob) -> Blob:
@@ -145,10 +173,18 @@ class BlockSink(PackSink):
             files.
         target: Kafka topic for row blocks.
         before: What the save is based on.
+        older: Transforms and bases that data files of the parent and of the latest checkpoint have, by their digests.
     """
 
-    def __init__(self, files: PackWriter, row_packs: PackWriter, target: BlockTarget, before: Predecessor) -> None:
-        super().__init__(files, row_packs, {})
+    def __init__(
+        self,
+        files: PackWriter,
+        row_packs: PackWriter,
+        target: BlockTarget,
+        before: Predecessor,
+        older: Mapping[str, StoredPart],
+    ) -> None:
+        super().__init__(files, row_packs, older)
         self._target = target
         self._before = before
         self._kept_packs: list[Pack] = []
@@ -156,43 +192,59 @@ class BlockSink(PackSink):
     def write(
         self,
         members: Sequence[Member],
-        sources: Sequence[EncodingInput],
+        sources_of: SourcesOf,
         rows: Sequence[SelectedRows] | None,
         captured: Captured | None,
     ) -> None:
         """Encode the blocks that changed, and reuse the others."""
-        if rows is None or not isinstance(captured, TouchedBlocks) or not sources[0].values.numel():
-            super().write(members, sources, rows, captured)
+        is_empty = 0 in members[0].place.box.sizes or (rows is not None and not any(map(len, rows)))
+        if rows is None or not isinstance(captured, TouchedBlocks) or is_empty:
+            super().write(members, sources_of, rows, captured)
             return
         (selected_rows,) = rows
+        kept_blocks = self._kept(members, selected_rows, captured)
+        bounds = [captured.bounds(number) for number in kept_blocks]
+        sources = sources_of(_rows_outside(selected_rows, bounds) if bounds else rows)
         with record_function("torchrec_cnr.encode"):
-            written_blocks = self._write_blocks(members, sources, selected_rows, captured)
-        self._located.append(written_blocks.located)
+            encoded_rows, encoded = self._write_others(sources, selected_rows, captured, kept_blocks.keys())
+        kinds = tuple(
+            self._kind(member.place, source, has_rows=len(encoded_rows.blocks) > 0)
+            for member, source in zip(members, sources, strict=True)
+        )
+        for digest in {digest for block in kept_blocks.values() for digest in block.transforms}:
+            self._use(digest)
+        kept = tuple((block, len(self._kept_packs) + index) for index, block in enumerate(kept_blocks.values()))
+        self._kept_packs += [block.pack for block in kept_blocks.values()]
+        self._located.append(WrittenBlocks(kinds, encoded_rows, encoded, kept).located)
 
-    def _write_blocks(
-        self, members: Sequence[Member], sources: Sequence[EncodingInput], rows: SelectedRows, touched: TouchedBlocks
-    ) -> WrittenBlocks:
-        head = self._before.head
-        most_bytes = _most_bytes(sources, min(touched.block_rows, touched.box.num_rows))
-        kept_blocks: list[tuple[KeptBlock, int]] = []
-        new_blocks: list[WrittenBlock] = []
+    def _kept(self, members: Sequence[Member], rows: SelectedRows, touched: TouchedBlocks) -> dict[int, KeptBlock]:
+        """Return the blocks that are reused, by their numbers."""
+        head, kept_blocks = self._before.head, dict[int, KeptBlock]()
+        if head is None:
+            return kept_blocks
         for number, is_touched in enumerate(touched.are_touched.tolist()):
-            first_row = number * touched.block_rows
-            row_numbers, position = rows.between(first_row, first_row + touched.block_rows)
-            kept_block = None
-            if head is not None and not is_touched and len(row_numbers):
-                kept_block = head.kept(members, touched.block_rows, number, len(row_numbers))
-            if kept_block is not None:
-                kept_blocks.append((kept_block, len(self._kept_packs)))
-                self._kept_packs.append(kept_block.pack)
-            elif len(row_numbers):
-                new_blocks.append(write_block(self._rows, sources, number, row_numbers, position, heat=0))
+            num_rows = 0 if is_touched else len(rows.between(*touched.bounds(number))[0])
+            kept_block = head.kept(members, touched.block_rows, number, num_rows) if num_rows else None
+            if kept_block is not None and kept_block.transforms <= self.older.keys():
+                kept_blocks[number] = kept_block
+        return kept_blocks
+
+    def _write_others(
+        self, sources: Sequence[EncodingInput], rows: SelectedRows, touched: TouchedBlocks, kept: Collection[int]
+    ) -> tuple[EncodedRowSet, Sequence[EncodedShard]]:
+        """Encode the blocks that are not reused, each into a data file."""
+        most_bytes = _most_bytes(sources, min(touched.block_rows, touched.box.num_rows))
+        part_rows, new_blocks = _part_rows(sources), list[WrittenBlock]()
+        for number in range(len(touched.are_touched)):
+            row_numbers, position = (_NO_ROWS, None) if number in kept else rows.between(*touched.bounds(number))
+            for part in row_numbers.split(part_rows):
+                if len(part):  # an empty tensor has one part
+                    new_blocks.append(write_block(self._rows, sources, number, part, position, heat=0))
+                    position = None if position is None else position + len(part)
+            if len(row_numbers):
                 key = BlockKey.free(self._target.owner, touched, number, self._before.used)
                 self._rows.end_pack(self._target.keyed(str(key), most_bytes))
-        encoded_rows, encoded = join_blocks(new_blocks, len(sources))
-        return WrittenBlocks(
-            members, tuple(source.scheme for source in sources), encoded_rows, encoded, tuple(kept_blocks)
-        )
+        return join_blocks(new_blocks, len(sources))
 
     def finish(self) -> SinkRecords:
         """Return the records of this rank; the reused data files follow those that were written."""
@@ -200,15 +252,39 @@ class BlockSink(PackSink):
         return replace(records, packs=(*records.packs, *self._kept_packs))
 
 
+def _rows_outside(rows: SelectedRows, bounds: Sequence[tuple[int, int]]) -> Sequence[SelectedRows] | Tensor:
+    """Return the rows outside of blocks, as ``choose_scheme`` takes them: of copied rows, their indices in the copy."""
+    if isinstance(rows, RowMask):
+        mask = rows.mask.clone()
+        for start, stop in bounds:
+            mask[start:stop] = False
+        return (RowMask(mask),)
+    is_outside = torch.ones(len(rows), dtype=torch.bool, device="cpu")
+    for start, stop in bounds:
+        row_numbers, position = rows.between(start, stop)
+        first = (position or 0) - rows.first
+        is_outside[first : first + len(row_numbers)] = False
+    return numbers_of(is_outside) + rows.first
+
+
+def _part_rows(sources: Sequence[EncodingInput]) -> int:
+    """Return how many rows of a block a blob may have: readers refuse larger blobs of transformed rows."""
+    return max(1, MAX_VALUES // max(1, *(math.prod(source.rows.shape[1:]) for source in sources)))
+
+
 def _most_bytes(sources: Sequence[EncodingInput], num_rows: int) -> int:
     """Return the largest number of bytes that this many rows can take, in any encoding.
 
-    The largest encoding has all rows exact: each takes its values, and codes that are no larger than the values.
+    The largest encoding has all rows exact: each takes its values besides its codes. Codes are no larger than the
+    values, unless they are those of a transform. An earlier job may have used one.
     """
     names_bytes = sum(_HEADER_BYTES + len(source.name.encode()) for source in (sources[0], *sources))
-    widths = [(math.prod(source.rows.shape[1:]), source.values.element_size()) for source in sources]
-    row_bytes = _ROW_BYTES + sum(2 * num_cols * itemsize + _ROW_BYTES for num_cols, itemsize in widths)
-    return names_bytes + num_rows * row_bytes
+    most = -(-num_rows // _part_rows(sources)) * names_bytes + num_rows * _ROW_BYTES
+    for source in sources:
+        num_cols = math.prod(source.rows.shape[1:])
+        value_bytes = num_rows * num_cols * source.values.element_size()
+        most += value_bytes + max(value_bytes, most_bytes(num_rows, num_cols)) + num_rows * _ROW_BYTES
+    return most
 
 
 @dataclass(frozen=True)
@@ -271,7 +347,8 @@ def _block_sink(
 ) -> BlockSink:
     # Without limits, since the sink ends a data file after each block, whatever its size.
     rows = PackWriter(store, f"{settings.prefix}-rows", settings.thread_count, _NO_LIMIT, _NO_LIMIT)
-    return BlockSink(settings.writer(store), rows, target, predecessor(row_log, decision))
+    older = {} if decision is None else decision.transforms
+    return BlockSink(settings.writer(store), rows, target, predecessor(row_log, decision), older)
 
 
 def predecessor(row_log: RowLog, decision: Decision | None) -> Predecessor:

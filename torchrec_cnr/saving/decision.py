@@ -133,24 +133,30 @@ class Base:
         since: What its rows were modified since.
         chain: The checkpoints of the parent's chain that were read, oldest first; the parent last.
         history: History of the chain that the save extends.
+        reused: The latest checkpoint, if it is no parent, but row blocks with its transforms may be kept in a topic.
     """
 
     since: Since
     chain: tuple[Checkpoint, ...]
     history: History
+    reused: Checkpoint | None = None
 
     @property
     def parent(self) -> Checkpoint:
         """The parent."""
         return self.chain[-1]
 
+    @property
+    def used(self) -> tuple[Checkpoint, ...]:
+        """The checkpoints that a prune must not remove before the commit."""
+        return (self.parent,) if self.reused is None else (self.parent, self.reused)
+
 
 def transforms_of(base: Base, store: Store) -> Mapping[str, StoredPart]:
     """Return the transforms and bases that a delta in ``store`` need not store, by their digests in hexadecimal.
 
     An ancestor counts if it was read to choose the base. In a long chain, most saves do not read most ancestors.
-
-    Call it when a lease protects the parent. Manifests that name transforms are then read again: a compaction may have
+    Call it when leases protect ``base.used``. Manifests that name transforms are then read again: a compaction may have
     replaced them since they were read, and a prune may have removed files that only the old ones name. A manifest whose
     transforms newer ones name, too, is not needed.
 
@@ -158,7 +164,7 @@ def transforms_of(base: Base, store: Store) -> Mapping[str, StoredPart]:
         StoreError: The store does not answer.
     """
     parts: dict[str, StoredPart] = {}
-    for checkpoint in reversed(base.chain):
+    for checkpoint in reversed((*base.chain, *base.used[1:])):
         if _parts_of(checkpoint, store).keys() <= parts.keys():
             continue
         current = _intact_checkpoint(checkpoint.ref)
@@ -246,25 +252,30 @@ def choose_base(
     if parent is None:
         logger.warning("%s is missing, corrupt or was replaced: this save is a baseline", baseline.path)
         return None
-    if store.row_log is not None and not store.row_log.holds(_packs_needed(store.row_log, head, newest, parent)):
+    if store.row_log is not None and not _holds_rows(store.row_log, head, newest, parent):
         logger.warning("rows of %s are not in topic %r: this save is a baseline", head.ref.path, store.row_log.topic)
         return None
     if relative_path(store, parent.store.url) is None:
         logger.info("no relative path leads to %s from %s: this save is a baseline", parent.store.url, store.url)
         return None
-    return Base(since, chain if parent is newest else (parent,), history)
+    keeps_blocks = parent is not newest and store.row_log is not None and store.row_log.block_bytes is not None
+    reused = newest if keeps_blocks and _parts_of(newest, store) else None
+    return Base(since, chain if parent is newest else (parent,), history, reused)
 
 
-def _packs_needed(row_log: RowLog, head: Head, newest: Checkpoint, parent: Checkpoint) -> list[Pack]:
-    """Return the oldest and newest data files of the chain that a delta is based on.
+def _holds_rows(row_log: RowLog, head: Head, newest: Checkpoint, parent: Checkpoint) -> bool:
+    """Return whether a topic has the oldest and newest data files of the chain that a delta is based on.
 
-    If the topic keeps the newest rows only, these are the files that the delta may reuse.
+    If it keeps the newest rows only, these are files to reuse. Then a merged parent must not have rows there, because
+    later saves overwrite them.
     """
+    if row_log.block_bytes is not None and any(pack.log and pack.log.key for pack in parent.manifest.packs):
+        return False
     links = [newest if row_log.block_bytes is not None else parent]
     if parent.ref == head.ref and len(head.lineage) > 2:
         oldest = _intact_checkpoint(head.lineage[1])
         links += [] if oldest is None else [oldest]
-    return [pack for link in links for pack in link.manifest.packs]
+    return row_log.holds([pack for link in links for pack in link.manifest.packs])
 
 
 def stored_whole(tensors: Mapping[str, RowTensor], metadata: Metadata, parent: Manifest) -> set[str]:

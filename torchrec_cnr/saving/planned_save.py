@@ -182,7 +182,7 @@ class PlannedSave(DefaultSavePlanner):
         store = meta.store if meta is not None else None
         for _ in range(_MAX_CHOICES):
             base = choose_base(policy, self.cut.head, heads, newest_baseline(data), store)
-            if base is None or meta is None or meta.writing.protect_base(base.parent):
+            if base is None or meta is None or meta.writing.protect_bases(base.used):
                 return base
         return None  # each was pruned after it was chosen, and before the lease
 

@@ -6,7 +6,7 @@ what this package needs. All of them can be pickled, because plans and results t
 
 import pickle
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -175,7 +175,7 @@ class WriterSave:
         rank: This process's rank.
         is_coordinator: Whether this rank commits.
         lease: On the coordinator, protects the files of the checkpoint from pruning.
-        base: On the coordinator, the checkpoint that this save is based on; None for a baseline.
+        bases: On the coordinator, the checkpoints that this save is based on, the parent first; none for a baseline.
         fence: On the coordinator, the fence of the job, if the planner has a tracker.
         open_sink: Opens the sink for the rows.
         span: The recorded span of the save, for that of the commit.
@@ -190,7 +190,7 @@ class WriterSave:
     rank: int = 0
     is_coordinator: bool = False
     lease: Lease | None = None
-    base: Checkpoint | None = None
+    bases: Sequence[Checkpoint] = ()
     fence: Fence | None = None
     open_sink: OpenSink | None = None
     span: Any = None
@@ -225,14 +225,14 @@ class WriterSave:
             self.running.wait_for_earlier(self.timeout_secs)
         return self.running
 
-    def protect_base(self, base: Checkpoint) -> bool:
-        """Take a lease on the checkpoint that this save is based on; return False if a prune removes it."""
+    def protect_bases(self, bases: Sequence[Checkpoint]) -> bool:
+        """Take leases on the checkpoints that this save is based on; return False if a prune removes one of them."""
         if self.lease is not None:
-            if self.lease.base is not None:  # of a checkpoint that a prune removes
-                self.lease.base.release()
-            self.lease.base = Lease.take(base.store, "save")
-        self.base = None if is_pruned(base.store, base.created_ns) else base
-        return self.base is not None
+            new_leases = tuple([Lease.take(base.store, "save") for base in bases])
+            self.lease.release_bases()  # of a choice of which a prune removes something, or of which one was refused
+            self.lease.bases = new_leases
+        self.bases = () if any(is_pruned(base.store, base.created_ns) for base in bases) else bases
+        return len(self.bases) > 0
 
     def take_refused_leases(self) -> None:
         """Take the leases that the store refused before: otherwise a prune could remove the parent before the commit.
@@ -240,24 +240,31 @@ class WriterSave:
         The parent may be in another root, in which this job may not write. A tag protects it then.
 
         Raises:
-            SaveError: A prune removes the parent.
+            SaveError: A prune removes the parent, or the latest checkpoint, whose transforms are used.
             StoreError: The store refuses a lease again.
         """
         self.lease = self.lease or Lease.take(self.store, "save")
-        base = self.base
-        if base is None or (self.lease is not None and self.lease.base is not None):
+        bases = self.bases
+        if all(self._has_lease_on(number) for number in range(len(bases))):
             return
-        if not self.protect_base(base):
+        if not self.protect_bases(bases):
+            urls = " or ".join(base.store.url for base in bases)
             raise SaveError(
-                f"{self.store.url}: nothing was committed, because a prune removes its parent {base.store.url}; save "
-                "again: the next save will be a baseline"
+                f"{self.store.url}: nothing was committed, because a prune removes its parent {urls}; save again: the "
+                "next save will be a baseline"
             )
-        is_own_root = base.store.at("..").url == self.store.at("..").url
-        if is_own_root and (self.lease is None or self.lease.base is None):
-            raise StoreError(
-                f"{self.store.url}: nothing was committed, because the store refuses the leases that protect its "
-                f"parent {base.store.url} from a prune; make both directories writable, and save again"
-            )
+        for number, base in enumerate(bases):
+            is_own_root = base.store.at("..").url == self.store.at("..").url
+            if is_own_root and not self._has_lease_on(number):
+                raise StoreError(
+                    f"{self.store.url}: nothing was committed, because the store refuses the leases that protect its "
+                    f"parent {base.store.url} from a prune; make both directories writable, and save again"
+                )
+
+    def _has_lease_on(self, number: int) -> bool:
+        """Return whether one of the checkpoints that this save is based on has a lease."""
+        leases = () if self.lease is None else self.lease.bases
+        return number < len(leases) and leases[number] is not None
 
     def end_lease(self) -> None:
         """End the lease of a save that has committed nothing, so that its files can be pruned."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
@@ -27,6 +28,7 @@ from torchrec_cnr.saving.plug_in_messages import ShardData
 from torchrec_cnr.saving.row_blocks import Member
 from torchrec_cnr.saving.sinks import PackSink
 from torchrec_cnr.sharding import ShardKey, dtype_name, shard_key, wait_for_devices
+from torchrec_cnr.tracking.modified_rows import SelectedRows
 
 logger = logging.getLogger(__name__)
 
@@ -91,14 +93,13 @@ class RankWriter:
 
     def _write_together(self, members: Sequence[tuple[WriteItem, ShardData]]) -> None:
         """Write items whose rows are stored together."""
-        tensors, sources = [], []
+        tensors = []
         for item, data in members:
-            source, (size, box) = self._source(item, data), _place(item, data)
-            tensors.append(Member(item.index.fqn, source.dtype, Place(box, data.table_box)))
-            sources.append(source)
-            self._shards.append((item, ShardRecord(size, source.dtype, data.is_table, data.table, ())))
+            dtype, (size, box) = _dtype(item, data), _place(item, data)
+            tensors.append(Member(item.index.fqn, dtype, Place(box, data.table_box)))
+            self._shards.append((item, ShardRecord(size, dtype, data.is_table, data.table, ())))
         _, data = members[0]
-        self._sink.write(tensors, sources, data.rows, data.captured)
+        self._sink.write(tensors, partial(self._sources, members), data.rows, data.captured)
 
     def _resolve(self, item: WriteItem) -> ShardData:
         data: Any = self._planner.resolve_data(item)
@@ -111,10 +112,14 @@ class RankWriter:
             values = values.contiguous()  # kernels need rows that are contiguous and do not overlap
         return ShardData(values, rows=None, is_table=is_table_name(item.index.fqn) and data.dim() == 2)
 
-    def _source(self, item: WriteItem, data: ShardData) -> EncodingInput:
-        fqn, dtype = item.index.fqn, dtype_name(data.values)
-        if dtype not in DTYPES or data.values.layout is not torch.strided:
-            raise ConfigurationError(f"tensor {fqn!r}: {data.values.layout} of {dtype} cannot be stored")
+    def _sources(
+        self, members: Sequence[tuple[WriteItem, ShardData]], rows: Sequence[SelectedRows] | Tensor | None
+    ) -> list[EncodingInput]:
+        """Return the values of items and the schemes for these rows, which are those that will be encoded."""
+        return [self._source(item, data, rows) for item, data in members]
+
+    def _source(self, item: WriteItem, data: ShardData, rows: Sequence[SelectedRows] | Tensor | None) -> EncodingInput:
+        fqn = item.index.fqn
         name, key = f"{fqn}{list(item.index.offset or ())}", shard_key(item)
         if data.codes is not None:
             scheme = data.codes.scheme
@@ -128,10 +133,10 @@ class RankWriter:
                 # Deltas of a baseline may use its basis, although only a delta before has had this step.
                 is_stored, has_largest = (part in self._sink.older for part in (known.digest, known.largest_part))
                 known = replace(known, is_stored=is_stored) if has_largest else None
-            scheme = choose_scheme(self._rules, fqn, data.is_table, values, data.rows, data.num_restores, tell, known)
+            scheme = choose_scheme(self._rules, fqn, data.is_table, values, rows, data.num_restores, tell, known)
             if isinstance(scheme, Transformed):
                 self._transforms[key] = scheme.known
-        return EncodingInput(name, data.values, dtype, scheme, data.codes)
+        return EncodingInput(name, data.values, dtype_name(data.values), scheme, data.codes)
 
     def _write_object(self, item: WriteItem) -> None:
         stream: Any = self._planner.resolve_data(item)
@@ -177,6 +182,14 @@ class RankWriter:
         level = logging.INFO if fqn in self._warned else logging.WARNING
         logger.log(level, "tensor %r: %s (NaN, infinity, %s); later saves log this at level INFO", fqn, what, which)
         self._warned.add(fqn)
+
+
+def _dtype(item: WriteItem, data: ShardData) -> str:
+    """Return the name of the dtype of the item's values, which must be one that can be stored."""
+    dtype = dtype_name(data.values)
+    if dtype not in DTYPES or data.values.layout is not torch.strided:
+        raise ConfigurationError(f"tensor {item.index.fqn!r}: {data.values.layout} of {dtype} cannot be stored")
+    return dtype
 
 
 def _place(item: WriteItem, data: ShardData) -> tuple[tuple[int, ...], Box]:

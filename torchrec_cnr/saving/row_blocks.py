@@ -31,7 +31,7 @@ from torchrec_cnr.format.blob_bytes import MAX_CODED_ROWS
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import Manifest, Pack, Place
 from torchrec_cnr.format.row_sets import Blob, RowBlock
-from torchrec_cnr.quantization import Scheme
+from torchrec_cnr.quantization import Scheme, Transformed
 from torchrec_cnr.tracking.modified_rows import RowMask
 
 _KEY = re.compile(r"(?P<block>.*/(?P<block_rows>\d{1,9})x(?P<number>\d{1,18}))/(?P<slot>\d{1,9})", re.DOTALL)
@@ -67,6 +67,10 @@ class TouchedBlocks:
         whole_blocks = rows.mask[: box.num_rows // block_rows * block_rows].view(-1, block_rows).any(dim=1)
         last_block = rows.mask[len(whole_blocks) * block_rows :].any().expand(num_blocks - len(whole_blocks))
         return cls(table, box, block_rows, torch.cat((whole_blocks, last_block)).cpu())
+
+    def bounds(self, number: int) -> tuple[int, int]:
+        """Return the first row of a block, and the row after its last one if it is not the last block."""
+        return number * self.block_rows, (number + 1) * self.block_rows
 
     def digest(self) -> bytes:
         """Return a digest that is equal on two ranks if the same blocks of the same shard are touched."""
@@ -123,12 +127,20 @@ class KeptBlock:
         rows: Its row numbers, in increasing order.
         blobs: For each member, a blob for each of ``rows``.
         schemes: Quantization scheme of each member.
+        num_exact: For each member, the number of exact rows of each blob, if its scheme has a transform; else zeros.
     """
 
     pack: Pack
     rows: tuple[RowBlock, ...]
     blobs: tuple[tuple[Blob, ...], ...]
     schemes: tuple[Scheme, ...]
+    num_exact: tuple[tuple[int, ...], ...]
+
+    @property
+    def transforms(self) -> frozenset[str]:
+        """The digests of the transforms and bases that its rows need."""
+        schemes = (scheme for scheme in self.schemes if isinstance(scheme, Transformed))
+        return frozenset(digest for scheme in schemes for digest in scheme.digests)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +150,7 @@ class _Stored:
     scheme: Scheme
     rows: list[RowBlock]
     blobs: list[Blob]
+    num_exact: list[int]
 
 
 class CommittedBlocks:
@@ -169,12 +182,14 @@ class CommittedBlocks:
         for fqn, entry in manifest.tensors.items():
             for shard in entry.shards:
                 member = Member(fqn, entry.dtype, shard.place)
-                for rows, blob in zip(shard.rows.blocks, shard.blobs, strict=False):
+                num_exact = [0] * len(shard.blobs) if shard.transform is None else shard.transform.num_exact
+                for rows, blob, exact_of_blob in zip(shard.rows.blocks, shard.blobs, num_exact, strict=False):
                     if rows.blob is not None and rows.blob.pack == blob.pack:
                         stored_members = self._stored.setdefault(blob.pack, {})
-                        stored_shard = stored_members.setdefault(member, _Stored(shard.scheme, [], []))
+                        stored_shard = stored_members.setdefault(member, _Stored(shard.scheme, [], [], []))
                         stored_shard.rows.append(rows)
                         stored_shard.blobs.append(blob)
+                        stored_shard.num_exact.append(exact_of_blob)
         for pack_index, stored_members in self._stored.items():
             log = self.packs[pack_index].log
             if log is None or log.topic != topic or log.key is None:
@@ -203,9 +218,12 @@ class CommittedBlocks:
         is_same = all(tuple(stored_shard.rows) == rows for stored_shard in stored_shards)
         if not (is_within and is_same and sum(block.num_rows for block in rows) == num_rows):
             return None
-        blobs = tuple(tuple(stored_shard.blobs) for stored_shard in stored_shards)
         return KeptBlock(
-            self.packs[packs[0]], rows, blobs, tuple(stored_shard.scheme for stored_shard in stored_shards)
+            self.packs[packs[0]],
+            rows,
+            blobs=tuple(tuple(stored_shard.blobs) for stored_shard in stored_shards),
+            schemes=tuple(stored_shard.scheme for stored_shard in stored_shards),
+            num_exact=tuple(tuple(stored_shard.num_exact) for stored_shard in stored_shards),
         )
 
 

@@ -14,6 +14,7 @@ from functools import partial
 from typing import ClassVar, Protocol
 
 import numpy as np
+from torch import Tensor
 from torch.profiler import record_function
 
 from torchrec_cnr.format.blob_bytes import Bytes, compressed
@@ -53,7 +54,7 @@ class Places:
     Attributes:
         blobs: Blobs in files, by number.
         row_blobs: Blobs of rows of deltas, by number.
-        num_packs: Number of data files that were written.
+        num_packs: Number of data files that were written, and of older ones with transforms.
         older: Transforms and bases in older data files, by their digests.
     """
 
@@ -64,11 +65,12 @@ class Places:
 
 
 Part = tuple[RowSet | EncodedRowSet, Sequence[EncodedShard]]
+SourcesOf = Callable[[Sequence[SelectedRows] | Tensor | None], Sequence[EncodingInput]]  # rows as for choose_scheme
 PlacedShards = Iterable[tuple[tuple[Shard, ...], int]]  # for each, its parts in a manifest and the number of exact rows
 
 
 @dataclass(frozen=True)
-class _Kind:
+class Kind:
     """The place and scheme of a shard, and the numbers of the blobs of its transform and basis, if it has them.
 
     What an older checkpoint has stored has no number; it is found by its digest.
@@ -79,26 +81,26 @@ class _Kind:
     transform: int | None = None
     basis: int | None = None
 
-    def shard(self, rows: RowSet, encoded: EncodedShard, blobs: Sequence[Blob], places: Places) -> Shard:
-        """Return a part of the shard."""
-        codes = tuple(blobs[index] for index in encoded.blobs)
+    def shard(self, rows: RowSet, codes: tuple[Blob, ...], num_exact: tuple[int, ...], places: Places) -> Shard:
+        """Return a part of the shard, whose blobs have so many exact rows."""
         if not isinstance(self.scheme, Transformed):
             return Shard(self.place.box, rows, codes, self.scheme, self.place.table_box)
         if not codes:
             return Shard(self.place.box, rows, codes, NoQuantization(), self.place.table_box)
         blob = places.older[self.scheme.digest] if self.transform is None else places.blobs[self.transform]
         basis = places.older.get(self.scheme.basis or "") if self.basis is None else places.blobs[self.basis]
-        transform = StoredTransform(blob, basis, encoded.exact_of_blobs)
+        transform = StoredTransform(blob, basis, num_exact)
         return Shard(self.place.box, rows, codes, self.scheme, self.place.table_box, transform)
 
 
-def _located(kinds: Sequence[_Kind], parts: Sequence[Part], places: Places) -> PlacedShards:
+def _located(kinds: Sequence[Kind], parts: Sequence[Part], places: Places) -> PlacedShards:
     shards: list[list[Shard]] = [[] for _ in kinds]
     for rows, encoded in parts:
         blobs = places.row_blobs if isinstance(rows, EncodedRowSet) else places.blobs
         row_set = rows.located(blobs) if isinstance(rows, EncodedRowSet) else rows
         for member_shards, kind, shard in zip(shards, kinds, encoded, strict=True):
-            member_shards.append(kind.shard(row_set, shard, blobs, places))
+            codes = tuple(blobs[index] for index in shard.blobs)
+            member_shards.append(kind.shard(row_set, codes, shard.exact_of_blobs, places))
     num_exact = [
         sum(shard.num_exact for shard in encoded) for encoded in zip(*(part for _, part in parts), strict=True)
     ]
@@ -151,7 +153,7 @@ class PackSink:
     def write(
         self,
         members: Sequence[Member],
-        sources: Sequence[EncodingInput],
+        sources_of: SourcesOf,
         rows: Sequence[SelectedRows] | None,
         captured: Captured | None,
     ) -> None:
@@ -159,10 +161,11 @@ class PackSink:
 
         Args:
             members: The shards.
-            sources: Their values.
+            sources_of: Returns their values, and the schemes that suit the rows to encode.
             rows: The rows to store, by their heat; None for all.
             captured: What the destination has captured of the shards.
         """
+        sources = sources_of(rows)
         parts: list[Part]
         with record_function("torchrec_cnr.encode"):
             if rows is None:
@@ -171,35 +174,39 @@ class PackSink:
                 parts = [
                     write_rows(self._rows, sources, selected_rows, heat) for heat, selected_rows in enumerate(rows)
                 ]
-        kinds = []
-        for index, (member, source) in enumerate(zip(members, sources, strict=True)):
-            has_rows = any(encoded[index].blobs for _, encoded in parts)
-            kinds.append(self._kind(member.place, source, has_rows))
+        kinds = [
+            self._kind(member.place, source, any(encoded[index].blobs for _, encoded in parts))
+            for index, (member, source) in enumerate(zip(members, sources, strict=True))
+        ]
         self._located.append(partial(_located, kinds, parts))
 
-    def _kind(self, place: Place, source: EncodingInput, has_rows: bool) -> _Kind:
+    def _kind(self, place: Place, source: EncodingInput, has_rows: bool) -> Kind:
         """Write the transform of a shard and its basis, if it has them, unless an older checkpoint has them."""
         scheme = source.scheme
         if not isinstance(scheme, Transformed) or not has_rows:
-            return _Kind(place, scheme)
+            return Kind(place, scheme)
         data = np.frombuffer(compressed(scheme.known.data), dtype=np.uint8)
         transform = self._part(scheme.digest, f"{source.name}/transform", "uint8", data.shape, data)
         basis = scheme.known.basis
         if basis is None or scheme.basis is None:
-            return _Kind(place, scheme, transform)
+            return Kind(place, scheme, transform)
         values = np.frombuffer(basis.data, dtype=np.uint8)
         shape = basis.components.shape
-        return _Kind(
+        return Kind(
             place, scheme, transform, self._part(scheme.basis, f"{source.name}/basis", "float32", shape, values)
         )
 
     def _part(self, digest: str, name: str, dtype: str, shape: tuple[int, ...], data: Bytes) -> int | None:
         """Write a part of a transform, and return the number of its blob; None if an older checkpoint has it."""
         if digest in self.older:
-            self._used[digest] = self.older[digest]
+            self._use(digest)
             return None
         # In a file of its own, because it is used for longer than rows are.
         return self._files.add(name, dtype, shape, data, age=1)
+
+    def _use(self, digest: str) -> None:
+        """Record that a manifest must name the data file of a part of a transform that an older checkpoint has."""
+        self._used[digest] = self.older[digest]
 
     def throttle(self, cpu_share: float, lifted: threading.Event) -> None:
         """Pause from now on so that encoding uses no more than this share of a core, until ``lifted`` is set."""
@@ -223,7 +230,7 @@ class PackSink:
         older = {
             digest: part.blob.in_pack(len(packs) + older_packs.index(part.pack)) for digest, part in self._used.items()
         }
-        places = Places(blobs, row_blobs, len(packs), older)
+        places = Places(blobs, row_blobs, len(packs) + len(older_packs), older)
         return SinkRecords(
             (*packs, *older_packs),
             tuple(blobs[index] for index in self._objects),

@@ -160,11 +160,6 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         self._rules = SchemeRules.of(quantization if quantization is not None else NoQuantization())
         self._bandwidth = Bandwidth(max_bytes_per_sec)
         self._destination = destination_of(row_log)
-        if row_log is not None and row_log.block_bytes is not None and self._rules.has_transforms:
-            raise ConfigurationError(
-                "rows in a compacted Kafka topic cannot be transform-coded: pass another scheme as 'quantization', or "
-                "use a topic that is not compacted"
-            )
         self._transforms: dict[ShardKey, RowTransform] = {}  # that this process has learned
         self._staging = StagingOptions(self._rules, staging_bytes, timeout_secs, self._destination, self._transforms)
         self._buffers = StagingBuffers()

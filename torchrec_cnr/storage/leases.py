@@ -50,7 +50,8 @@ class Lease:
         purpose: What the lease is for; a ``Purpose``.
         until_ns: When the lease expires unless it is renewed, as Unix time in nanoseconds by the store's clock.
         is_left: Whether this process no longer renews or removes the lease.
-        base: For a save of a delta, a lease on the parent. It ends with this lease.
+        bases: For a save of a delta, leases on the checkpoints that it uses; None for one that could not be written.
+            They end with this lease.
     """
 
     store: Store
@@ -58,7 +59,7 @@ class Lease:
     purpose: str
     until_ns: int
     is_left: bool = field(default=False, repr=False, compare=False)
-    base: "Lease | None" = field(default=None, repr=False, compare=False)
+    bases: "tuple[Lease | None, ...]" = field(default=(), repr=False, compare=False)
     _is_changing: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
     _is_renewed: bool = field(default=False, repr=False, compare=False)
     _ahead_ns: int = field(default=0, repr=False, compare=False)  # store's clock minus this machine's clock
@@ -135,12 +136,16 @@ class Lease:
         if self.is_left:
             return
         self._end_renewals()
-        if self.base is not None:
-            self.base.release()
+        self.release_bases()
         try:
             self.store.remove(self.name)
         except StoreError as error:
             logger.info("cannot remove a lease, which expires later: %s", error)
+
+    def release_bases(self) -> None:
+        """Remove the leases on other checkpoints."""
+        for base in filter(None, self.bases):
+            base.release()
 
     def leave(self) -> None:
         """Stop renewing, but keep the file until it expires: a request that seems to have failed may still arrive.
@@ -148,8 +153,8 @@ class Lease:
         The file then names no owner, so that the lease is valid even after this process has ended.
         """
         self._end_renewals()
-        if self.base is not None:
-            self.base.leave()
+        for base in filter(None, self.bases):
+            base.leave()
         self.is_left = True
         try:
             self.store.put(self.name, [b"{}"], is_durable=False)  # not empty: an empty file is a lapsed lease
@@ -168,8 +173,7 @@ class Lease:
             self.store.put(self.until(self.store, self.purpose, 0).name, [], is_durable=False)
         except StoreError as error:
             logger.info("cannot end a lease, which expires later: %s", error)
-            if self.base is not None:
-                self.base.release()
+            self.release_bases()
             return
         self.release()
 
