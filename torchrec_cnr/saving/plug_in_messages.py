@@ -23,6 +23,7 @@ from torchrec_cnr.errors import ConfigurationError, SaveError, StoreError
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import CheckpointKind, Manifest, own_bytes
 from torchrec_cnr.lineage.checkpoint import Checkpoint
+from torchrec_cnr.lineage.destination import Destination
 from torchrec_cnr.lineage.journal import is_pruned
 from torchrec_cnr.progress import SavePhases
 from torchrec_cnr.saving.cut import Cut
@@ -174,6 +175,7 @@ class WriterSave:
         staged: The staged save; None if the state dict is live.
         rank: This process's rank.
         is_coordinator: Whether this rank commits.
+        destination: On the coordinator, the directory of the checkpoint, and the content of its root.
         lease: On the coordinator, protects the files of the checkpoint from pruning.
         base: On the coordinator, the checkpoint that this save is based on; None for a baseline.
         fence: On the coordinator, the fence of the job, if the planner has a tracker.
@@ -189,6 +191,7 @@ class WriterSave:
     staged: StagedSave | None = None
     rank: int = 0
     is_coordinator: bool = False
+    destination: Destination | None = None
     lease: Lease | None = None
     base: Checkpoint | None = None
     fence: Fence | None = None

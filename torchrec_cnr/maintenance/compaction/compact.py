@@ -278,7 +278,7 @@ def run_compaction(
 def _commit(plan: CompactionPlan, data: bytes, save_id: str, lease: Lease) -> None:
     if plan.parent is not None:
         tell_other_root(plan.newest.store, _ref(plan.newest, plan.parent).path)
-    if lease.is_lost:
+    if lease.is_lost():
         raise StoreError(
             f"{plan.newest.store.url}: nothing was changed: the lease of the compaction has expired or was removed, "
             "and a prune may have removed the new data files; try again"
