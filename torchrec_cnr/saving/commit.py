@@ -31,7 +31,7 @@ from torchrec_cnr.format.manifest import (
 )
 from torchrec_cnr.format.row_sets import Blob
 from torchrec_cnr.gc_pause import paused_gc
-from torchrec_cnr.lineage.checkpoint import relative_path
+from torchrec_cnr.lineage.checkpoint import Checkpoint, relative_path
 from torchrec_cnr.lineage.marker_commit import commit_marked
 from torchrec_cnr.lineage.other_roots import tell_other_root
 from torchrec_cnr.progress import SavePhases
@@ -179,6 +179,10 @@ class ManifestFile:
     def size(self) -> CommittedSize:
         """The size of what the manifest commits."""
         return CommittedSize.of(self.manifest, len(self.data))
+
+    def checkpoint(self, store: Store) -> Checkpoint:
+        """Return the checkpoint, once the file is written."""
+        return Checkpoint(store, self.manifest, self.sha256, self.manifest, len(self.data), self.sha256)
 
     def marker(self, store: Store) -> Marker:
         """Return the commit record for a Kafka topic."""

@@ -33,6 +33,7 @@ from torchrec_cnr.saving.sinks import Captured, OpenSink, RowDestination
 from torchrec_cnr.saving.staged_values import StagedCodes, StagedValue
 from torchrec_cnr.sharding import ShardKey
 from torchrec_cnr.storage.fences import Fence, JobFences, own_fences
+from torchrec_cnr.storage.files import Listing
 from torchrec_cnr.storage.leases import Lease
 from torchrec_cnr.storage.store import Store
 from torchrec_cnr.tracking.modified_rows import RowList, SelectedRows
@@ -202,6 +203,11 @@ class WriterSave:
     def of_thread(cls) -> "WriterSave | None":
         """Return the save that runs in this thread."""
         return getattr(_threads, "save", None)
+
+    @property
+    def root(self) -> Listing | None:
+        """The content of the root, if it was listed."""
+        return None if self.destination is None else self.destination.root
 
     def run_in_thread(self) -> None:
         """Make this the save that runs in this thread."""

@@ -46,6 +46,7 @@ from torchrec_cnr.errors import ConfigurationError, SaveError
 from torchrec_cnr.human_text import count_text, url_text
 from torchrec_cnr.kernels.cpu.compiling import one_thread
 from torchrec_cnr.lineage.destination import Destination
+from torchrec_cnr.lineage.recent import recent_checkpoints
 from torchrec_cnr.policies import Since
 from torchrec_cnr.progress import Count, Progress, SavePhases
 from torchrec_cnr.quantization import NoQuantization, Quantization, SchemeRules
@@ -346,6 +347,8 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
             file = file_of(save.store, decision, metadata, results, save.save_id)
             save.take_refused_leases()
             commit(save.store, file, save.lease, save.fence)
+        if save.store.row_log is None:
+            recent_checkpoints.add(file.checkpoint(save.store))
         if save.fence is not None:
             self._destination.committed(save.store, decision, file.manifest)
         if isinstance(metadata, SaveMetadata):

@@ -25,6 +25,7 @@ from torchrec_cnr.format.manifest import (
 from torchrec_cnr.format.row_sets import Blob, RowBlock, RowSet, UnplacedBlob
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_checkpoint
 from torchrec_cnr.lineage.other_roots import tell_other_root
+from torchrec_cnr.lineage.recent import recent_checkpoints
 from torchrec_cnr.maintenance.compaction.copy_rows import Copied, Copying, NewPacks, NewShard
 from torchrec_cnr.maintenance.compaction.live_rows import Piece, pieces_of
 from torchrec_cnr.maintenance.compaction.plan import CompactionPlan, plan_compaction
@@ -284,6 +285,7 @@ def _commit(plan: CompactionPlan, data: bytes, save_id: str, lease: Lease) -> No
             "and a prune may have removed the new data files; try again"
         )
     commit_replacement(plan.newest, data, save_id)
+    recent_checkpoints.forget()  # so that the next save of this process learns that its chain is shorter
 
 
 def _rewritten(
