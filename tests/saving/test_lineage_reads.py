@@ -26,7 +26,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         count[0] += 1
 
     with monkeypatch.context() as patch:
-        patch.setattr(decision, "_MAX_READ_WHOLE", 4)
+        patch.setattr(decision, "_READ_WHOLE_EVERY", 4)
         for name in ("read", "_size"):
             patch.setattr(Store, name, getattr(Store, name))
             faults.act_before(Store, name, add)

@@ -544,7 +544,7 @@ def test_a_lease_goes_by_the_clock_of_its_store(tmp_path: Path, secs: int) -> No
     with _clock_ahead(secs):
         lease = Lease.take(store, "save")
         assert lease is not None
-        assert not lease.is_lost
+        assert not lease.is_lost()
     for _ in range(2):
         assert holds(store, store.names(), time.time_ns())
         assert not holds(store, store.names(), time.time_ns() + (LEASE_SECS + 60) * 10**9)

@@ -1,4 +1,4 @@
-"""The checkpoints directly under a root: the newest ones, by the first bytes of manifests, or whether any exist."""
+"""The newest checkpoints directly under a root, by the first bytes of their manifests."""
 
 import errno
 import logging
@@ -103,43 +103,6 @@ def refuse_file(root: Store) -> None:
     """
     if root.is_local and root.exists("") and not root.is_directory():
         raise ConfigurationError(f"{url_text(root.url)}: a file, not a directory for checkpoints; pass another root")
-
-
-def contains_checkpoints(store: Store) -> bool:
-    """Return whether a directory contains committed checkpoints; false if it cannot be listed."""
-    try:
-        return any(_is_committed(store.at(name)) for name in store.listing().directories)
-    except StoreError:
-        return False
-
-
-def _is_committed(store: Store) -> bool:
-    """Return whether a directory has a manifest of this library, not some other file of that name."""
-    at_ns = committed_ns(store, logging.DEBUG)
-    return at_ns is not None and math.isfinite(at_ns)
-
-
-def refuse_nesting(store: Store) -> None:
-    """Refuse to save where a checkpoint would hide others, or be hidden by one.
-
-    Raises:
-        ConfigurationError: The directory is a root that contains checkpoints, or lies in a checkpoint.
-    """
-    if contains_checkpoints(store):
-        raise ConfigurationError(
-            f"{url_text(store.url)} is a root that contains checkpoints; save in a new directory in it, such as "
-            f"{url_text(store.url)}/step-1"
-        )
-    outer = store.at("..")
-    try:
-        is_inside = _is_committed(outer)
-    except StoreError:  # it may be forbidden to read there, or be no place for files
-        return
-    if is_inside:
-        raise ConfigurationError(
-            f"{url_text(outer.url)} is a checkpoint, which cannot contain another one (got {url_text(store.url)}); "
-            "save in another directory"
-        )
 
 
 def newest_ns(root: Store) -> int:

@@ -17,8 +17,9 @@ from torchrec_cnr.format.manifest import MANIFEST_FILE, PACK_SUFFIX
 from torchrec_cnr.lineage import journal
 from torchrec_cnr.lineage.abandoned import mark_of
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Lineage, read_checkpoint
+from torchrec_cnr.lineage.destination import contains_checkpoints
 from torchrec_cnr.lineage.journal import Journal, PrunedCheckpoint
-from torchrec_cnr.lineage.latest import contains_checkpoints, latest
+from torchrec_cnr.lineage.latest import latest
 from torchrec_cnr.lineage.marker_commit import publish_marked
 from torchrec_cnr.lineage.other_roots import needed_of_other_roots
 from torchrec_cnr.maintenance import tags_and_metrics

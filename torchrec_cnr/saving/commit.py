@@ -31,13 +31,14 @@ from torchrec_cnr.format.manifest import (
 )
 from torchrec_cnr.format.row_sets import Blob
 from torchrec_cnr.gc_pause import paused_gc
-from torchrec_cnr.lineage.checkpoint import relative_path
+from torchrec_cnr.lineage.checkpoint import Checkpoint, relative_path
 from torchrec_cnr.lineage.marker_commit import commit_marked
 from torchrec_cnr.lineage.other_roots import tell_other_root
 from torchrec_cnr.progress import SavePhases
 from torchrec_cnr.saving.decision import Decision
 from torchrec_cnr.saving.plug_in_messages import STAGED, CommittedSize
 from torchrec_cnr.storage.fences import Fence
+from torchrec_cnr.storage.files import Listing
 from torchrec_cnr.storage.leases import LEASE_SECS, Lease
 from torchrec_cnr.storage.row_log import Marker, root_id
 from torchrec_cnr.storage.store import Store
@@ -179,6 +180,10 @@ class ManifestFile:
         """The size of what the manifest commits."""
         return CommittedSize.of(self.manifest, len(self.data))
 
+    def checkpoint(self, store: Store) -> Checkpoint:
+        """Return the checkpoint, once the file is written."""
+        return Checkpoint(store, self.manifest, self.sha256, self.manifest, len(self.data), self.sha256)
+
     def marker(self, store: Store) -> Marker:
         """Return the commit record for a Kafka topic."""
         root, name, manifest = root_id(store.at("..").url), posixpath.basename(store.path), self.manifest
@@ -252,8 +257,9 @@ def commit(store: Store, file: ManifestFile, lease: Lease | None, fence: Fence |
     if parent is not None:
         store.at(parent.path).force_names()  # its own writer may have been killed before the parent was durable
         tell_other_root(store, parent.path)
-    _refuse_missing_packs(store, file.manifest)
-    if lease is not None and lease.is_lost:
+    listed = store.listing()
+    _refuse_missing_packs(store, listed, file.manifest)
+    if lease is not None and lease.is_lost(listed.files):
         raise SaveError(
             f"{store.url}: nothing was committed, because its lease of {LEASE_SECS} s has expired or was removed, and "
             "its data files may have been pruned; save again"
@@ -280,7 +286,7 @@ def _leave(lease: Lease | None) -> None:
         lease.leave()
 
 
-def _refuse_missing_packs(store: Store, manifest: Manifest) -> None:
+def _refuse_missing_packs(store: Store, listed: Listing, manifest: Manifest) -> None:
     """Refuse to commit unless the store of this rank has all data files, and the older ones that the manifest names.
 
     A prune may have removed them if its clock was ahead. Files of other ranks may never have been there, because each
@@ -288,7 +294,7 @@ def _refuse_missing_packs(store: Store, manifest: Manifest) -> None:
     """
     packs = [pack for pack in manifest.packs if pack.log is None]
     directories = {pack.directory: store.at(pack.directory or ".") for pack in packs}
-    files = {path: directory.listing().files for path, directory in directories.items()}
+    files = {path: (directory.listing() if path else listed).files for path, directory in directories.items()}
     for pack in packs:
         num_bytes = files[pack.directory].get(pack.name)
         if num_bytes == pack.num_bytes:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torchrec_cnr.errors import ConfigurationError, SaveError
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Head, committed
+from torchrec_cnr.lineage.recent import recent_checkpoints
 from torchrec_cnr.policies import Compacted, Policy, Since
 from torchrec_cnr.saving.running_saves import RunningSave
 from torchrec_cnr.saving.sinks import FILES, Captured, RowDestination
@@ -181,7 +182,9 @@ class PendingSave:
         place = self.pending.place
         if place is None:
             return None
-        return committed(Store.open(place[0], row_log=self.destination.row_log), place[1])
+        row_log = self.destination.row_log
+        known = recent_checkpoints.unchanged(*place) if row_log is None else None
+        return known or committed(Store.open(place[0], row_log=row_log), place[1])
 
 
 @dataclass(eq=False)

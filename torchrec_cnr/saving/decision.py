@@ -21,15 +21,17 @@ from torchrec_cnr.format.manifest import CheckpointRef, History, Manifest, Pack,
 from torchrec_cnr.format.row_sets import Blob
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Head, Lineage, read_checkpoint, read_lineage, relative_path
 from torchrec_cnr.lineage.other_roots import is_in_other_root
+from torchrec_cnr.lineage.recent import KnownChain, recent_checkpoints
 from torchrec_cnr.policies import Policy, Since
 from torchrec_cnr.quantization import Transformed
 from torchrec_cnr.sharding import ShardKey, shard_key
+from torchrec_cnr.storage.files import Listing
 from torchrec_cnr.storage.row_log import RowLog
 from torchrec_cnr.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
-_MAX_READ_WHOLE = 16  # checkpoints; every save reads all manifests of a shorter chain
+_READ_WHOLE_EVERY = 16  # saves; the others read only the manifests that this process does not know
 
 
 @dataclass(frozen=True)
@@ -209,6 +211,7 @@ def choose_base(
     heads: Collection[CheckpointRef | None],
     baseline: CheckpointRef | None,
     store: Store | None,
+    root: Listing | None = None,
 ) -> Base | None:
     """Return what the next save is based on, or None if it is a baseline.
 
@@ -218,6 +221,7 @@ def choose_base(
         heads: The checkpoints that each rank's modified rows relate to.
         baseline: The newest baseline of its chain that a rank knows.
         store: Destination of the save.
+        root: Content of its root, if it was listed for this save.
 
     Raises:
         StoreError: The store does not answer.
@@ -231,7 +235,7 @@ def choose_base(
     if set(heads) != {head.ref}:
         logger.warning("ranks are based on different checkpoints (%s): this save is a baseline", _paths(heads))
         return None
-    head_and_history = _intact_head(head)
+    head_and_history = _intact_head(head, {store.at("..").url: root} if root is not None else {})
     if head_and_history is None:
         logger.warning(
             "%s or a checkpoint that it is based on is missing, corrupt or was replaced: this save is a baseline",
@@ -296,47 +300,53 @@ def _continues(fqn: str, tensor: RowTensor, metadata: Metadata, parent: Manifest
     return isinstance(entry, TensorStorageMetadata) and old_entry is not None and tuple(entry.size) == old_entry.size
 
 
-def _intact_head(head: Head) -> tuple[tuple[Checkpoint, ...], History] | None:
-    """Return the chain of the latest checkpoint, as far as it is read, and its history; None if any of it is lost.
+def _intact_head(head: Head, roots: Mapping[str, Listing]) -> tuple[tuple[Checkpoint, ...], History] | None:
+    """Return the chain of the latest checkpoint, as far as it is known, and its history; None if any of it is lost.
 
-    To limit requests, only one of every ``_MAX_READ_WHOLE`` saves reads all manifests of a long chain. The others read
-    the manifests of the latest checkpoint and of the baseline, and list the root to see that no directory was removed.
+    To limit requests, only one of every ``_READ_WHOLE_EVERY`` saves reads all manifests, and the first one after a
+    compaction by this process. The others look whether the latest checkpoint is unchanged, and whether no directory was
+    removed from the root.
+
+    Args:
+        head: The latest checkpoint.
+        roots: The roots that were listed for this save, by URL.
     """
-    newest = _intact_checkpoint(head.ref)
+    newest = recent_checkpoints.take_unchanged(head.ref) or _intact_checkpoint(head.ref)
     if newest is None:
         return None
-    length = len(head.lineage)
-    is_long = length > _MAX_READ_WHOLE and length % _MAX_READ_WHOLE != 0
-    if is_long and not newest.is_compacted:
-        baseline = _intact_baseline(newest.store.at(".."), head.lineage)
-        if baseline is not None:
-            return (baseline, newest), head.history
+    chain = recent_checkpoints.chain(newest) if not newest.is_compacted else None
+    if chain is not None and len(chain.refs) % _READ_WHOLE_EVERY and _has_chain(chain, newest.store.at(".."), roots):
+        return (newest,) if len(chain.refs) == 1 else (chain.baseline, newest), head.history
     try:
         lineage = read_lineage(newest.store)
     except LoadError:
         return None
-    return (lineage.checkpoints, _history(head, lineage)) if _has_directories(lineage) else None
+    recent_checkpoints.add_chain(lineage)
+    return (lineage.checkpoints, _history(head, lineage)) if _has_directories(lineage.checkpoints, {}) else None
 
 
-def _has_directories(lineage: Lineage) -> bool:
+def _has_chain(chain: KnownChain, root: Store, roots: Mapping[str, Listing]) -> bool:
+    """Return whether the directories of a chain's checkpoints, and those that its baseline uses, are in their roots."""
+    root_urls = {root.at(name).url for name in _names(root, roots)}
+    paths_in_root = {ref.path for ref in chain.refs if posixpath.dirname(ref.path) == root.url}
+    return paths_in_root <= root_urls and _has_directories([chain.baseline], roots)
+
+
+def _has_directories(checkpoints: Sequence[Checkpoint], roots: Mapping[str, Listing]) -> bool:
     """Return whether the other directories are there whose data files a chain uses since it was compacted."""
     directories: dict[str, Store] = {}
-    for link in lineage.checkpoints:
+    for link in checkpoints:
         for path in {pack.directory for pack in link.manifest.packs if pack.directory is not None and pack.log is None}:
             directory = link.store.at(path)
             directories[directory.url] = directory
-    roots = {posixpath.dirname(url): directory.at("..") for url, directory in directories.items()}
-    names = {url: frozenset(root.names()) for url, root in roots.items()}
+    parents = {posixpath.dirname(url): directory.at("..") for url, directory in directories.items()}
+    names = {url: _names(root, roots) for url, root in parents.items()}
     return all(posixpath.basename(url) in names[posixpath.dirname(url)] for url in directories)
 
 
-def _intact_baseline(root: Store, lineage: Sequence[CheckpointRef]) -> Checkpoint | None:
-    """Return the baseline if it is there with all that it uses, and the directory of each checkpoint of the chain."""
-    root_urls = {root.at(name).url for name in root.names()}
-    roots_path = posixpath.dirname(lineage[-1].path)
-    paths_in_root = {ref.path for ref in lineage if posixpath.dirname(ref.path) == roots_path}
-    baseline = _intact_checkpoint(lineage[0]) if paths_in_root <= root_urls else None
-    return baseline if baseline is not None and _has_directories(Lineage((baseline,))) else None
+def _names(root: Store, roots: Mapping[str, Listing]) -> frozenset[str]:
+    listing = roots.get(root.url)
+    return frozenset(root.names() if listing is None else listing.names)
 
 
 def _history(head: Head, lineage: Lineage) -> History:

@@ -23,6 +23,7 @@ from torchrec_cnr.errors import ConfigurationError, SaveError, StoreError
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import CheckpointKind, Manifest, own_bytes
 from torchrec_cnr.lineage.checkpoint import Checkpoint
+from torchrec_cnr.lineage.destination import Destination
 from torchrec_cnr.lineage.journal import is_pruned
 from torchrec_cnr.progress import SavePhases
 from torchrec_cnr.saving.cut import Cut
@@ -32,6 +33,7 @@ from torchrec_cnr.saving.sinks import Captured, OpenSink, RowDestination
 from torchrec_cnr.saving.staged_values import StagedCodes, StagedValue
 from torchrec_cnr.sharding import ShardKey
 from torchrec_cnr.storage.fences import Fence, JobFences, own_fences
+from torchrec_cnr.storage.files import Listing
 from torchrec_cnr.storage.leases import Lease
 from torchrec_cnr.storage.store import Store
 from torchrec_cnr.tracking.modified_rows import RowList, SelectedRows
@@ -174,6 +176,7 @@ class WriterSave:
         staged: The staged save; None if the state dict is live.
         rank: This process's rank.
         is_coordinator: Whether this rank commits.
+        destination: On the coordinator, the directory of the checkpoint, and the content of its root.
         lease: On the coordinator, protects the files of the checkpoint from pruning.
         bases: On the coordinator, the checkpoints that this save is based on, the parent first; none for a baseline.
         fence: On the coordinator, the fence of the job, if the planner has a tracker.
@@ -189,6 +192,7 @@ class WriterSave:
     staged: StagedSave | None = None
     rank: int = 0
     is_coordinator: bool = False
+    destination: Destination | None = None
     lease: Lease | None = None
     bases: Sequence[Checkpoint] = ()
     fence: Fence | None = None
@@ -199,6 +203,11 @@ class WriterSave:
     def of_thread(cls) -> "WriterSave | None":
         """Return the save that runs in this thread."""
         return getattr(_threads, "save", None)
+
+    @property
+    def root(self) -> Listing | None:
+        """The content of the root, if it was listed."""
+        return None if self.destination is None else self.destination.root
 
     def run_in_thread(self) -> None:
         """Make this the save that runs in this thread."""

@@ -42,11 +42,11 @@ from torch.profiler import record_function
 
 from torchrec_cnr import telemetry
 from torchrec_cnr.arguments import check_callable, check_count, check_secs, check_type
-from torchrec_cnr.errors import CheckpointExistsError, ConfigurationError, SaveError
-from torchrec_cnr.format.manifest import MANIFEST_FILE
+from torchrec_cnr.errors import ConfigurationError, SaveError
 from torchrec_cnr.human_text import count_text, url_text
 from torchrec_cnr.kernels.cpu.compiling import one_thread
-from torchrec_cnr.lineage.latest import refuse_nesting
+from torchrec_cnr.lineage.destination import Destination
+from torchrec_cnr.lineage.recent import recent_checkpoints
 from torchrec_cnr.policies import Since
 from torchrec_cnr.progress import Count, Progress, SavePhases
 from torchrec_cnr.quantization import NoQuantization, Quantization, SchemeRules
@@ -73,8 +73,6 @@ from torchrec_cnr.storage.store import Store
 from torchrec_cnr.throttling import Bandwidth, check_cpu_share
 
 logger = logging.getLogger(__name__)
-
-_DCP_METADATA = ".metadata"  # commits a checkpoint in DCP's own format
 
 
 def destination_of(row_log: RowLog | None) -> RowDestination:
@@ -267,20 +265,15 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
                 "no checkpoint: save to files, or save in a thread (AsyncCheckpointerType.THREAD)"
             )
         if save.is_coordinator:
-            refuse_nesting(save.store)
+            save.destination = Destination.of(save.store, lists_root=is_tracked)
+            save.destination.refuse_nesting()
         save.store.make()
-        if save.is_coordinator and save.store.exists(_DCP_METADATA):
-            raise CheckpointExistsError(
-                f"{save.store.url} contains a checkpoint in DCP's own format; save under another checkpoint_id"
-            )
-        if save.is_coordinator and is_tracked:  # before the check of the id, which a newer job has often taken, too
-            save.fence = fence_of(save.store)
-            save.fence.claim()
-        if save.store.exists(MANIFEST_FILE):
-            raise CheckpointExistsError(
-                f"{save.store.url} already contains a committed checkpoint; save under another checkpoint_id, or "
-                "with a manager, at another step"
-            )
+        if save.destination is not None:
+            save.destination.refuse_other_format()
+            if is_tracked:  # before the check of the id, which a newer job has often taken, too
+                save.fence = fence_of(save.store)
+                save.fence.claim(save.destination.root)
+            save.destination.refuse_committed()
         if save.is_coordinator:
             save.lease = Lease.take(save.store, "save")
             running.at_end = save.end_lease
@@ -349,6 +342,8 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
             file = file_of(save.store, decision, metadata, results, save.save_id)
             save.take_refused_leases()
             commit(save.store, file, save.lease, save.fence)
+        if save.store.row_log is None:
+            recent_checkpoints.add(file.checkpoint(save.store))
         if save.fence is not None:
             self._destination.committed(save.store, decision, file.manifest)
         if isinstance(metadata, SaveMetadata):

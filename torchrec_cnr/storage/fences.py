@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from torchrec_cnr.errors import CheckpointExistsError, FencedError
+from torchrec_cnr.storage.files import Listing
 from torchrec_cnr.storage.store import Store
 from torchrec_cnr.storage.urls import without_client
 
@@ -43,8 +44,11 @@ class Fence:
     seen: int
     owner: bytes
 
-    def claim(self) -> None:
+    def claim(self, listing: Listing | None = None) -> None:
         """Create this job's fence unless it exists already, and check that it is the highest.
+
+        Args:
+            listing: The content of the root, if it was listed in this moment. It saves requests.
 
         Raises:
             FencedError: Another job has created this fence, or a higher one.
@@ -52,6 +56,11 @@ class Fence:
         """
         with _turn(self.root):
             name = _name(self.seen + 1)
+            key = without_client(self.root.url), self.seen, self.owner
+            if key in _job.claimed and listing is not None and name in listing.files:
+                if _name(self.seen + 2) in listing.files:
+                    raise self._lost(self.seen + 2)
+                return
             try:
                 if not self.root.exists(name):
                     self.root.put_new(name, self.owner, uuid.uuid4().hex[:16])
@@ -61,6 +70,7 @@ class Fence:
             if not is_ours:
                 raise self._lost(self.seen + 1)
             self.check()
+            _job.claimed.add(key)
 
     def check(self) -> None:
         """Check that this job may commit.
@@ -90,11 +100,13 @@ class JobFences(dict[str, Fence]):
 
     Attributes:
         owner: Content of the fences that this job creates.
+        claimed: Root, number seen and owner of each fence that this process has claimed.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.owner = _owner()
+        self.claimed = set[tuple[str, int, bytes]]()
 
     def fence(self, root: Store, is_new: bool = False) -> Fence:
         """Return the fence of a root. With ``is_new``, look for the highest fence again."""

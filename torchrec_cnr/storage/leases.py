@@ -10,6 +10,7 @@ Leases and prunes use the store's clock, since the clocks of machines may differ
 
 import json
 import logging
+import math
 import os
 import re
 import socket
@@ -17,7 +18,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -34,6 +35,7 @@ LEASE_SECS = 6 * 3600  # how long the lease of a process that died on another ma
 _RENEWAL_SECS = LEASE_SECS / 3
 _MAX_AHEAD_NS = (LEASE_SECS + 24 * 3600) * 10**9  # leases expire earlier than this, unless a clock could not be read
 _MAX_CLOCK_ERROR_NS = 60 * 10**9  # a smaller difference does not justify a second write
+_CLOCK_SECS = 3600  # how long the difference of two clocks is not read again
 _MAX_OWNER_BYTES = 4096
 _NAME = re.compile(r"[0-9a-f]{16}\.(?P<until_ns>\d{1,20})\.(?P<purpose>[a-z]{1,20})\.lease")
 
@@ -67,8 +69,10 @@ class Lease:
     @classmethod
     def take(cls, store: Store, purpose: Purpose) -> "Lease | None":
         """Write a lease into an existing directory; return None if it cannot be written."""
+        known_ns = _clocks.known_ahead_ns(store)
         now_ns = time.time_ns()
-        lease = cls.until(store, purpose, now_ns + LEASE_SECS * 10**9)
+        lease = cls.until(store, purpose, now_ns + (known_ns or 0) + LEASE_SECS * 10**9)
+        lease._ahead_ns = known_ns or 0
         try:
             store.put(lease.name, [lease._content()], is_durable=False)
         except StoreError as error:
@@ -76,8 +80,7 @@ class Lease:
             lease.release()  # a full disk can leave an empty file, which no other process would remove
             return None
         try:
-            ahead_ns = store.modified_ns(lease.name) - now_ns
-            if abs(ahead_ns) > _MAX_CLOCK_ERROR_NS:
+            if known_ns is None and (ahead_ns := _clocks.read_ahead_ns(store, lease.name, now_ns)):
                 lease._ahead_ns = ahead_ns
                 lease._replace()
         except StoreError as error:
@@ -121,15 +124,17 @@ class Lease:
         """Return whether the lease has expired."""
         return self.until_ns <= time.time_ns() + self._ahead_ns
 
-    @property
-    def is_lost(self) -> bool:
+    def is_lost(self, listed: Collection[str] = ()) -> bool:
         """Return whether the lease has expired, or a process whose clock is ahead has removed it as expired.
+
+        Args:
+            listed: The names in its directory, if they were listed a moment ago.
 
         Raises:
             StoreError: The store does not answer.
         """
         with self._is_changing:
-            return self.has_run_out or not self.store.exists(self.name)
+            return self.has_run_out or (self.name not in listed and not self.store.exists(self.name))
 
     def release(self) -> None:
         """Remove the lease file, unless the lease was left. A failure is only logged: the lease expires anyway."""
@@ -176,6 +181,38 @@ class Lease:
             self.release_bases()
             return
         self.release()
+
+
+class _Clocks:
+    """How far the clocks of stores are ahead of this machine's, by root, so that not every lease reads them."""
+
+    def __init__(self) -> None:
+        self._read: dict[str, tuple[int, int, float]] = {}
+
+    def known_ahead_ns(self, store: Store) -> int | None:
+        """Return the difference in ns, 0 if it is small; None if it must be read.
+
+        It must be read again after an hour, and if this machine's clock was set.
+        """
+        ahead_ns, at_ns, at_secs = self._read.get(store.at("..").url, (0, 0, -math.inf))
+        past_secs = time.monotonic() - at_secs
+        was_set = abs(time.time_ns() - at_ns - past_secs * 1e9) > _MAX_CLOCK_ERROR_NS
+        return None if past_secs > _CLOCK_SECS or was_set else ahead_ns
+
+    def read_ahead_ns(self, store: Store, name: str, written_ns: int) -> int:
+        """Read the difference from a file that was written at ``written_ns`` by this machine's clock.
+
+        Raises:
+            StoreError: The store does not tell when the file was written.
+        """
+        ahead_ns = store.modified_ns(name) - written_ns
+        if abs(ahead_ns) <= _MAX_CLOCK_ERROR_NS:
+            ahead_ns = 0
+        self._read[store.at("..").url] = ahead_ns, written_ns, time.monotonic()
+        return ahead_ns
+
+
+_clocks = _Clocks()
 
 
 class _Renewals:

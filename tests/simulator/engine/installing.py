@@ -88,8 +88,10 @@ _ONE_A_PROCESS = (
     ("torchrec_cnr.storage.fences", "_job"),
     ("torchrec_cnr.storage.fences", "_turns"),
     ("torchrec_cnr.storage.leases", "_renewals"),
+    ("torchrec_cnr.storage.leases", "_clocks"),
     ("torchrec_cnr.saving.running_saves", "running_saves"),
     ("torchrec_cnr.tracking.tracked_tables", "trackers"),
+    ("torchrec_cnr.lineage.recent", "recent_checkpoints"),
     ("torchrec_cnr.saving.encoding", "kernel_warm_ups"),
     ("torchrec_cnr.manager.open_roots", "open_roots"),
 )

@@ -47,7 +47,7 @@ def _commit(
     above = file.manifest.parent
     if parent and above is not None and not store.at(above.path).exists(MANIFEST_FILE):
         raise commit.SaveError("the parent was pruned")
-    if checks_lease and lease is not None and lease.is_lost:
+    if checks_lease and lease is not None and lease.is_lost():
         raise commit.SaveError("the lease is lost")
     if fences and fence is not None:
         fence.check()

@@ -27,7 +27,7 @@ def _commit_unchecked(store: Store, file: Any, lease: Any, fence: Any) -> None:
 
 
 def _commit_without_parent(store: Store, file: Any, lease: Any, fence: Any) -> None:
-    if lease is not None and lease.is_lost:
+    if lease is not None and lease.is_lost():
         raise SaveError("the lease is lost")
     _commit_unchecked(store, file, lease, fence)
 
@@ -87,7 +87,7 @@ OF_UPKEEP: tuple[Mutant, ...] = (
         "the lease of a save ends before it commits",
         lambda: both(
             wrapping(writer.CNRStorageWriter, "prepare_local_plan", _lapses_at_once),
-            replacing(Lease, "is_lost", property(lambda lease: False)),
+            replacing(Lease, "is_lost", lambda lease, listed=(): False),
         ),
     ),
     Mutant(

@@ -25,6 +25,7 @@ from torchrec_cnr.format.manifest import (
 from torchrec_cnr.format.row_sets import Blob, RowBlock, RowSet, UnplacedBlob
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_checkpoint
 from torchrec_cnr.lineage.other_roots import tell_other_root
+from torchrec_cnr.lineage.recent import recent_checkpoints
 from torchrec_cnr.maintenance.compaction.copy_rows import Copied, Copying, NewPacks, NewShard
 from torchrec_cnr.maintenance.compaction.live_rows import Piece, pieces_of
 from torchrec_cnr.maintenance.compaction.plan import CompactionPlan, plan_compaction
@@ -278,12 +279,13 @@ def run_compaction(
 def _commit(plan: CompactionPlan, data: bytes, save_id: str, lease: Lease) -> None:
     if plan.parent is not None:
         tell_other_root(plan.newest.store, _ref(plan.newest, plan.parent).path)
-    if lease.is_lost:
+    if lease.is_lost():
         raise StoreError(
             f"{plan.newest.store.url}: nothing was changed: the lease of the compaction has expired or was removed, "
             "and a prune may have removed the new data files; try again"
         )
     commit_replacement(plan.newest, data, save_id)
+    recent_checkpoints.forget()  # so that the next save of this process learns that its chain is shorter
 
 
 def _rewritten(

@@ -1,0 +1,98 @@
+"""The checkpoints that this process has committed, and the chains that it has read, so that a save need not read them.
+
+A manifest never changes. So a listing of its directory shows whether a checkpoint is still there, and whether a
+compaction has replaced its manifest.
+"""
+
+import os
+import threading
+from dataclasses import dataclass
+
+from cachetools import LRUCache
+
+from torchrec_cnr.format.manifest import MANIFEST_FILE, CheckpointRef, replacement_name
+from torchrec_cnr.lineage.checkpoint import Checkpoint, Lineage
+
+_NUM_KEPT = 8  # for the jobs of this process
+
+
+@dataclass(frozen=True)
+class KnownChain:
+    """A chain as it was when it was read, or when its newest checkpoint was committed.
+
+    Attributes:
+        baseline: Its baseline.
+        refs: Its checkpoints, the baseline first.
+    """
+
+    baseline: Checkpoint
+    refs: tuple[CheckpointRef, ...]
+
+
+class RecentCheckpoints:
+    """What this process has committed and read most recently."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget everything: after a compaction, and in a forked child, where the lock may be held for ever."""
+        self._lock = threading.Lock()
+        self._committed = LRUCache[str, Checkpoint](_NUM_KEPT)  # by path
+        self._listed = LRUCache[str, Checkpoint](_NUM_KEPT)  # by digest
+        self._chains = LRUCache[str, KnownChain](_NUM_KEPT)  # by the digest of the newest
+
+    def add(self, checkpoint: Checkpoint) -> None:
+        """Keep a checkpoint that this process has committed."""
+        with self._lock:
+            self._committed[checkpoint.store.url] = checkpoint
+
+    def unchanged(self, path: str, save_id: str) -> Checkpoint | None:
+        """Return what a save of this process has committed, if its directory shows it; None if it must be read.
+
+        Raises:
+            StoreError: The store does not answer.
+        """
+        with self._lock:
+            checkpoint = self._committed.get(path)
+        if checkpoint is None or checkpoint.committed.save_id != save_id:
+            return None
+        files = checkpoint.store.listing().files
+        is_there = files.get(MANIFEST_FILE) == checkpoint.manifest_bytes
+        if not is_there or replacement_name(checkpoint.sha256) in files:
+            return None
+        with self._lock:
+            self._listed[checkpoint.sha256] = checkpoint
+        return checkpoint
+
+    def take_unchanged(self, ref: CheckpointRef) -> Checkpoint | None:
+        """Return the checkpoint that :meth:`unchanged` has returned for this save; the next save must list it again."""
+        with self._lock:
+            checkpoint: Checkpoint | None = self._listed.pop(ref.sha256, None)
+        return checkpoint if checkpoint is not None and checkpoint.ref == ref else None
+
+    def add_chain(self, lineage: Lineage) -> None:
+        """Keep a chain that was read."""
+        refs = tuple(checkpoint.ref for checkpoint in lineage.checkpoints)
+        with self._lock:
+            self._chains[refs[-1].sha256] = KnownChain(lineage.checkpoints[0], refs)
+
+    def chain(self, newest: Checkpoint) -> KnownChain | None:
+        """Return the chain of a checkpoint, if it is a baseline or if its parent's chain is known."""
+        parent = newest.manifest.parent
+        if parent is None:
+            chain = KnownChain(newest, (newest.ref,))
+        else:
+            with self._lock:
+                known = self._chains.get(newest.sha256) or self._chains.get(parent.sha256)
+            if known is None:
+                return None
+            is_own = known.refs[-1].sha256 == newest.sha256
+            chain = known if is_own else KnownChain(known.baseline, (*known.refs, newest.ref))
+        with self._lock:
+            self._chains[newest.sha256] = chain
+        return chain
+
+
+recent_checkpoints = RecentCheckpoints()
+os.register_at_fork(after_in_child=recent_checkpoints.forget)
