@@ -11,7 +11,7 @@ import torchrec_cnr as cnr
 from tests.support import faults
 from tests.support.jobs import SavingJob
 from torchrec_cnr.format.manifest import MANIFEST_FILE
-from torchrec_cnr.saving import decision
+from torchrec_cnr.lineage import intact
 from torchrec_cnr.storage.store import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -26,7 +26,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         count[0] += 1
 
     with monkeypatch.context() as patch:
-        patch.setattr(decision, "_READ_WHOLE_EVERY", 4)
+        patch.setattr(intact, "_READ_WHOLE_EVERY", 4)
         for name in ("read", "_size"):
             patch.setattr(Store, name, getattr(Store, name))
             faults.act_before(Store, name, add)

@@ -3,6 +3,7 @@
 - ``checkpoint``: ``Checkpoint``, ``Lineage`` and ``Head``: reads a manifest, the chain back to its baseline, and the
   values that are not tensors.
 - ``latest``: ``latest``, which finds the newest committed checkpoint under a root.
+- ``intact``: whether a checkpoint and its chain are still there.
 - ``recent``: the checkpoints that this process has committed or read lately.
 - ``destination``: the directory of a new checkpoint, and why none may be saved there.
 - ``abandoned``: marks the checkpoints that a job has abandoned when it went back to an older one.

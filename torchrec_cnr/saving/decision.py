@@ -8,7 +8,6 @@ rank that has the least to write. That is correct only if all copies are the sam
 """
 
 import logging
-import posixpath
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,12 +15,12 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from torchrec_cnr.errors import ConfigurationError, LoadError, SaveError
-from torchrec_cnr.format.manifest import CheckpointRef, History, Manifest, Pack, own_bytes
+from torchrec_cnr.errors import ConfigurationError, SaveError
+from torchrec_cnr.format.manifest import CheckpointRef, History, Manifest, Pack
 from torchrec_cnr.format.row_sets import Blob
-from torchrec_cnr.lineage.checkpoint import Checkpoint, Head, Lineage, read_checkpoint, read_lineage, relative_path
+from torchrec_cnr.lineage.checkpoint import Checkpoint, Head, relative_path
+from torchrec_cnr.lineage.intact import intact_chain, intact_checkpoint
 from torchrec_cnr.lineage.other_roots import is_in_other_root
-from torchrec_cnr.lineage.recent import KnownChain, recent_checkpoints
 from torchrec_cnr.policies import Policy, Since
 from torchrec_cnr.quantization import Transformed
 from torchrec_cnr.sharding import ShardKey, shard_key
@@ -30,8 +29,6 @@ from torchrec_cnr.storage.row_log import RowLog
 from torchrec_cnr.storage.store import Store
 
 logger = logging.getLogger(__name__)
-
-_READ_WHOLE_EVERY = 16  # saves; the others read only the manifests that this process does not know
 
 
 @dataclass(frozen=True)
@@ -169,7 +166,7 @@ def transforms_of(base: Base, store: Store) -> Mapping[str, StoredPart]:
     for checkpoint in reversed((*base.chain, *base.used[1:])):
         if _parts_of(checkpoint, store).keys() <= parts.keys():
             continue
-        current = _intact_checkpoint(checkpoint.ref)
+        current = intact_checkpoint(checkpoint.ref)
         if current is not None:
             parts = {**_parts_of(current, store), **parts}
     return parts
@@ -235,7 +232,7 @@ def choose_base(
     if set(heads) != {head.ref}:
         logger.warning("ranks are based on different checkpoints (%s): this save is a baseline", _paths(heads))
         return None
-    head_and_history = _intact_head(head, {store.at("..").url: root} if root is not None else {})
+    head_and_history = intact_chain(head, {store.at("..").url: root} if root is not None else {})
     if head_and_history is None:
         logger.warning(
             "%s or a checkpoint that it is based on is missing, corrupt or was replaced: this save is a baseline",
@@ -248,7 +245,7 @@ def choose_base(
     if since is Since.EVER:
         logger.info("the policy %r begins a new chain: this save is a baseline", policy)
         return None
-    parent = newest if since is Since.HEAD else _intact_checkpoint(baseline)
+    parent = newest if since is Since.HEAD else intact_checkpoint(baseline)
     if parent is None and isinstance(policy, _Staged) and store.row_log is None:
         # A compaction has merged the baseline into the newest checkpoint, and a prune has removed it. The staged rows,
         # which were modified since the baseline, include those that were modified since the newest checkpoint.
@@ -277,7 +274,7 @@ def _holds_rows(row_log: RowLog, head: Head, newest: Checkpoint, parent: Checkpo
         return False
     links = [newest if row_log.block_bytes is not None else parent]
     if parent.ref == head.ref and len(head.lineage) > 2:
-        oldest = _intact_checkpoint(head.lineage[1])
+        oldest = intact_checkpoint(head.lineage[1])
         links += [] if oldest is None else [oldest]
     return row_log.holds([pack for link in links for pack in link.manifest.packs])
 
@@ -298,75 +295,6 @@ def _continues(fqn: str, tensor: RowTensor, metadata: Metadata, parent: Manifest
     sized_fqn = tensor.table or fqn  # the size of row-wise state depends on its table's sharding
     entry, old_entry = metadata.state_dict_metadata.get(sized_fqn), parent.tensors.get(sized_fqn)
     return isinstance(entry, TensorStorageMetadata) and old_entry is not None and tuple(entry.size) == old_entry.size
-
-
-def _intact_head(head: Head, roots: Mapping[str, Listing]) -> tuple[tuple[Checkpoint, ...], History] | None:
-    """Return the chain of the latest checkpoint, as far as it is known, and its history; None if any of it is lost.
-
-    To limit requests, only one of every ``_READ_WHOLE_EVERY`` saves reads all manifests, and the first one after a
-    compaction by this process. The others look whether the latest checkpoint is unchanged, and whether no directory was
-    removed from the root.
-
-    Args:
-        head: The latest checkpoint.
-        roots: The roots that were listed for this save, by URL.
-    """
-    newest = recent_checkpoints.take_unchanged(head.ref) or _intact_checkpoint(head.ref)
-    if newest is None:
-        return None
-    chain = recent_checkpoints.chain(newest) if not newest.is_compacted else None
-    if chain is not None and len(chain.refs) % _READ_WHOLE_EVERY and _has_chain(chain, newest.store.at(".."), roots):
-        return (newest,) if len(chain.refs) == 1 else (chain.baseline, newest), head.history
-    try:
-        lineage = read_lineage(newest.store)
-    except LoadError:
-        return None
-    recent_checkpoints.add_chain(lineage)
-    return (lineage.checkpoints, _history(head, lineage)) if _has_directories(lineage.checkpoints, {}) else None
-
-
-def _has_chain(chain: KnownChain, root: Store, roots: Mapping[str, Listing]) -> bool:
-    """Return whether the directories of a chain's checkpoints, and those that its baseline uses, are in their roots."""
-    root_urls = {root.at(name).url for name in _names(root, roots)}
-    paths_in_root = {ref.path for ref in chain.refs if posixpath.dirname(ref.path) == root.url}
-    return paths_in_root <= root_urls and _has_directories([chain.baseline], roots)
-
-
-def _has_directories(checkpoints: Sequence[Checkpoint], roots: Mapping[str, Listing]) -> bool:
-    """Return whether the other directories are there whose data files a chain uses since it was compacted."""
-    directories: dict[str, Store] = {}
-    for link in checkpoints:
-        for path in {pack.directory for pack in link.manifest.packs if pack.directory is not None and pack.log is None}:
-            directory = link.store.at(path)
-            directories[directory.url] = directory
-    parents = {posixpath.dirname(url): directory.at("..") for url, directory in directories.items()}
-    names = {url: _names(root, roots) for url, root in parents.items()}
-    return all(posixpath.basename(url) in names[posixpath.dirname(url)] for url in directories)
-
-
-def _names(root: Store, roots: Mapping[str, Listing]) -> frozenset[str]:
-    listing = roots.get(root.url)
-    return frozenset(root.names() if listing is None else listing.names)
-
-
-def _history(head: Head, lineage: Lineage) -> History:
-    """Return the history of a chain; if the chain was compacted, it begins with the merged checkpoint."""
-    links = lineage.checkpoints
-    folded_index = max((number for number, link in enumerate(links) if link.is_compacted), default=None)
-    if folded_index is None:
-        return head.history
-    history = links[folded_index].manifest.history
-    later_bytes = [own_bytes(link.manifest.packs) for link in links[folded_index + 1 :]]
-    return History(history.baseline_bytes, (*history.delta_bytes, *later_bytes))
-
-
-def _intact_checkpoint(ref: CheckpointRef) -> Checkpoint | None:
-    """Return the checkpoint that is referred to, if it exists and is unchanged."""
-    try:
-        checkpoint = read_checkpoint(ref.path)
-    except LoadError:
-        return None
-    return checkpoint if checkpoint.sha256 == ref.sha256 else None
 
 
 def _paths(refs: Collection[CheckpointRef | None]) -> str:
