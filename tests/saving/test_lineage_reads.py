@@ -13,6 +13,9 @@ from tests.support.jobs import SavingJob
 from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.lineage import intact
 from torchrec_cnr.storage.store import Store
+from torchrec_cnr.testing import FaultyStore
+
+MAX_REQUESTS = 15  # of a delta in one data file; creating a directory is none
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -53,6 +56,22 @@ def test_a_save_reads_as_much_of_a_long_lineage_as_of_a_short_one(tmp_path: Path
     assert rare[-1] > usual[-1] + 20
     job.assert_loads(19)
     job.close()
+
+
+@pytest.mark.parametrize("num_links", [3, 17])
+def test_a_delta_asks_the_store_a_few_things(tmp_path: Path, num_links: int) -> None:
+    """As many whatever the number of checkpoints: each request of an object store takes tens of milliseconds."""
+    with FaultyStore(tmp_path) as store:
+        job = SavingJob(store.url)
+        job.train_and_save(*range(num_links))
+        store.clear()
+        job.train_and_save(num_links)
+        operations = [operation for operation in store.operations if operation.kind != "make"]
+        names = [f"{operation.kind} {operation.path}" for operation in operations]
+        assert len(names) <= MAX_REQUESTS, names
+        assert cnr.read_checkpoint(job.path(num_links)).kind == "delta"
+        job.assert_loads(num_links)
+        job.close()
 
 
 @pytest.mark.parametrize("removed", [0, 2])

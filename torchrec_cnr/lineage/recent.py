@@ -30,13 +30,13 @@ class KnownChain:
 
 
 class RecentCheckpoints:
-    """What this process has committed and read most recently."""
+    """The checkpoints that this process has committed, and the chains that it has read, the most recent ones."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Forget everything: after a compaction, and in a forked child, where the lock may be held for ever."""
+        """Forget everything: after a compaction, and in a forked child, where no thread would release the lock."""
         self._lock = threading.Lock()
         self._committed = LRUCache[str, Checkpoint](_NUM_KEPT)  # by path
         self._listed = LRUCache[str, Checkpoint](_NUM_KEPT)  # by digest

@@ -184,7 +184,7 @@ class Lease:
 
 
 class _Clocks:
-    """How far the clocks of stores are ahead of this machine's, by root, so that not every lease reads them."""
+    """The differences between the clocks of stores and of this machine, by root, so that few leases read them."""
 
     def __init__(self) -> None:
         self._read: dict[str, tuple[int, int, float]] = {}
