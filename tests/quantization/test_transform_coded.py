@@ -407,11 +407,11 @@ def test_corrupt_transforms_are_refused(data: st.DataObject) -> None:
     stored[place] ^= data.draw(st.integers(1, 255))
     scheme = Transformed.by(transform)
     with pytest.raises(cnr.DamagedError, match="corrupt"):
-        scheme.with_data(bytes(stored), transform.basis.data, DIM, "x")
+        scheme.with_data(bytes(stored), transform.basis, DIM, "x")
     with pytest.raises(cnr.DamagedError, match="corrupt"):
         scheme.with_data(transform.data, None, DIM, "x")
     with pytest.raises(cnr.DamagedError, match="corrupt"):
-        scheme.with_data(transform.data[:-1], transform.basis.data, DIM, "x")
+        scheme.with_data(transform.data[:-1], transform.basis, DIM, "x")
 
 
 def test_bases_that_are_not_finite_are_refused() -> None:

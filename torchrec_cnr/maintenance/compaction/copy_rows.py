@@ -28,7 +28,7 @@ from torchrec_cnr.maintenance.compaction.plan import CompactionPlan
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.quantization import NoQuantization, Scheme, Transformed
 from torchrec_cnr.quantization.packed_rows import pack_rows, unpack_bytes
-from torchrec_cnr.reading.fold import known_scheme
+from torchrec_cnr.reading.transforms import KnownTransforms
 from torchrec_cnr.storage.pack_reader import PackReader
 from torchrec_cnr.storage.pack_writer import PackWriter
 
@@ -319,7 +319,7 @@ class Copying:
         self._packs = packs
         self._reader = reader
         self._where = plan.newest.store.url
-        self._schemes: dict[Scheme, Scheme] = {}  # with their transforms, which many shards share
+        self._transforms = KnownTransforms()
 
     def run(self) -> Copied:
         """Copy whole blobs, and the live rows of merged tensors."""
@@ -403,18 +403,9 @@ class Copying:
 
     def _scheme(self, fqn: str, shard: Shard) -> Scheme:
         """Return the scheme of a shard, with its transform if it has one."""
-        if shard.transform is None or not isinstance(shard.scheme, Transformed):
-            return shard.scheme
-        if shard.scheme not in self._schemes:
-            self._schemes[shard.scheme] = self._read_scheme(fqn, shard, shard.scheme)
-        return self._schemes[shard.scheme]
-
-    def _read_scheme(self, fqn: str, shard: Shard, scheme: Transformed) -> Scheme:
-        key = f"transform of tensor '{fqn}' region {list(shard.box.offsets)}"
-        blobs = {f"{key}: {number}": blob for number, blob in enumerate(shard.transform_blobs)}
-        stored = {name: data.tobytes() for name, data in self._reader.read(blobs.items())}
-        in_order = [stored[name] for name in blobs]
-        return known_scheme(scheme, in_order, shard.box.num_cols, f"{self._where}: {key}")
+        shards = {f"tensor '{fqn}' region {list(shard.box.offsets)}": shard}
+        self._transforms.add(shards, dict(self._reader.read(self._transforms.missing(shards).items())), self._where)
+        return self._transforms.scheme(shard)
 
     def _block_rows(self, entry: TensorEntry, piece: Piece) -> int:
         """Return the number of rows in a block: the same for a table and its state, so that they share row numbers."""
