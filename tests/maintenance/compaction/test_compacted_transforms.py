@@ -12,11 +12,12 @@ from tests.quantization.test_transformed_checkpoints import FQN, NUM_ROWS, Run, 
 from tests.support import models
 from tests.support.faults import flip_middle
 from torchrec_cnr.format.manifest import Shard
+from torchrec_cnr.kernels import cpu
 from torchrec_cnr.lineage.checkpoint import read_lineage
 from torchrec_cnr.maintenance.catalog import read_catalog
 from torchrec_cnr.maintenance.restore_bytes import restore_bytes, tensor_bytes
 from torchrec_cnr.maintenance.verification.impact import unrestorable
-from torchrec_cnr.quantization import Transformed
+from torchrec_cnr.quantization import Transformed, packed_rows
 from torchrec_cnr.reading.transforms import KnownTransforms
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -86,6 +87,27 @@ def test_a_transform_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert len(transforms) > len(set(transforms)) >= read.count("transform") > 0
         assert read.count("basis") == len({scheme.basis for scheme in transforms}) == 1
         assert len(_shards(tmp_path / "4")) > read.count("transform")
+
+
+def test_strips_without_live_rows_are_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only those of the baseline with rows that the delta has not; the delta's own file stays."""
+    monkeypatch.setattr(packed_rows, "STRIP_ROWS", 64)
+    num_changed = 2_000
+    with running(tmp_path) as run:
+        run.save()
+        run.change(torch.arange(num_changed), 1)
+        run.save()
+        decoded: list[int] = []
+        decode = cpu.decode_numbers
+
+        def counting(*args: Any) -> bool:
+            decoded.append(len(args[-1]))
+            return decode(*args)
+
+        monkeypatch.setattr(cpu, "decode_numbers", counting)
+        cnr.compact(tmp_path / "1", max_ratio=1.0, self_contained=True)
+        assert len(decoded) == -(-NUM_ROWS // 64) - num_changed // 64
+        assert_near(tmp_path / "1", run.table)
 
 
 def test_a_restore_reads_transforms(tmp_path: Path) -> None:

@@ -279,7 +279,7 @@ class NewShard:
             part = parts_by_piece[id(piece)]
             block_positions = np.searchsorted(rows, part.rows)
             num_code_bytes = piece.rows.num_rows * row_bytes
-            data = self._codes(data, piece, row_bytes)
+            data = self._codes(data, piece, row_bytes, part.positions)
             _copy_rows(data[:num_code_bytes].reshape(-1, row_bytes), part.positions, codes, block_positions)
             own_positions, own_values = exact_rows(data[num_code_bytes:], num_cols, itemsize)
             if len(own_positions):
@@ -289,12 +289,12 @@ class NewShard:
         order = np.argsort(positions := np.concatenate(exact_positions))
         return CodedBlock(rows, codes, positions[order], np.concatenate(values)[order])
 
-    def _codes(self, data: Bytes, piece: Piece, row_bytes: int) -> Bytes:
-        """Return the codes of a blob and its exact rows."""
+    def _codes(self, data: Bytes, piece: Piece, row_bytes: int, positions: Positions) -> Bytes:
+        """Return the codes of a blob, of at least the rows at some positions, and its exact rows."""
         where = f"{self.where}: {piece.key}"
         if isinstance(self.scheme, Transformed):
             exact_bytes = piece.num_exact * self.source.exact_row_bytes(DTYPES[self.dtype])
-            return unpack_bytes(data, piece.rows.num_rows, exact_bytes, self.scheme.known, where)
+            return unpack_bytes(data, piece.rows.num_rows, exact_bytes, self.scheme.known, where, positions)
         return blob_bytes.join(data, piece.rows.num_rows, row_bytes, self.tail_bytes, where)
 
 
