@@ -18,12 +18,12 @@ from matplotlib.figure import Figure
 from benchmarks.plots.style import OTHER, OURS, Bar, Plot, draw_bars
 from benchmarks.support.data.clicks import trained_on
 from benchmarks.support.processes import Progress
-from benchmarks.support.quantization_errors import BASE, DEFAULT, WIDTHS, error_table, measure, restore_table
+from benchmarks.support.quantization_errors import BASE, DEFAULT, TRANSFORMED, WIDTHS, error_table, measure, restore_table
 from benchmarks.support.report import number
 from torchrec_cnr.human_text import number_text
 
 NUM_ROWS = 50_000
-SHOWN = (BASE, DEFAULT, "KMeans", "HalfPrecision")
+SHOWN = (BASE, DEFAULT, "KMeans", "HalfPrecision", TRANSFORMED)
 EPILOG = """\
 examples:
   python -m benchmarks.plots.quantization        write the plot of the page, print its tables

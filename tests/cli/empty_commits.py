@@ -23,22 +23,28 @@ def commit(root: Path, name: str, created_ns: int, parent: tuple[str, str] | Non
 
 
 def planned_bytes(path: Path) -> int:
-    """Bytes of the manifests and blobs that a load of everything plans to read."""
+    """Bytes of the manifests and blobs that a load of everything plans to read; each transform once, by its digest."""
     lineage = read_lineage(path)
     manifest = lineage.newest.manifest
     regions = [verifying_region(manifest, fqn) for fqn in manifest.tensors]
+    plans = plan_fold(lineage, regions)
     blobs = {
         (plan.checkpoint.store.path, key): blob.num_bytes
-        for plan in plan_fold(lineage, regions)
+        for plan in plans
         for key, blob in (
             *((key, read.blob) for key, read in plan.reads.items()),
             *((key, block.blob) for key, block in plan.row_blocks.items()),
-            *plan.transforms.items(),
         )
         if blob is not None
     }
+    transforms = {digest: blob.num_bytes for plan in plans for digest, blob in plan.transforms.items()}
     of_manifests = sum(checkpoint.manifest_bytes for checkpoint in lineage.checkpoints)
-    return of_manifests + sum(blobs.values()) + sum(blob.num_bytes for blob in manifest.objects.values())
+    return (
+        of_manifests
+        + sum(blobs.values())
+        + sum(transforms.values())
+        + sum(blob.num_bytes for blob in manifest.objects.values())
+    )
 
 
 class _Wanted:

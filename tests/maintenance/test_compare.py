@@ -78,8 +78,8 @@ def test_differences_are_those_of_the_loaded_values(
     monkeypatch.setattr(compare_module, "_RANGE_BYTES", range_bytes)
     read_rows, read = compare_module.read_rows, []
 
-    def noted(lineage: Lineage, fqn: str, rows: range, thread_count: int) -> Tensor:
-        values = read_rows(lineage, fqn, rows, thread_count)
+    def noted(lineage: Lineage, fqn: str, rows: range, *options: Any) -> Tensor:
+        values = read_rows(lineage, fqn, rows, *options)
         read.append((values.numel() * values.element_size(), len(values) if values.dim() else 1))
         return values
 

@@ -17,7 +17,7 @@ import torchrec_cnr as cnr
 from torchrec_cnr.format.blob_bytes import split
 from torchrec_cnr.quantization import NoQuantization, Scheme, SchemeRules, TransformCoded, Transformed
 from torchrec_cnr.quantization.learned_transform import MAX_ZONE, ErrorLimit, learned, principal_components
-from torchrec_cnr.quantization.packed_rows import STRIP_ROWS, pack_rows, unpack_rows
+from torchrec_cnr.quantization.packed_rows import STRIP_ROWS, least_bytes, pack_rows, unpack_rows
 from torchrec_cnr.quantization.row_transform import Basis, RowTransform
 from torchrec_cnr.quantization.uniform import mean_error, row_errors
 from torchrec_cnr.saving.encoding import choose_scheme
@@ -368,14 +368,21 @@ def test_other_numbers_of_bytes_are_refused(num_bytes: int) -> None:
 
 
 def test_strips_are_decoded_apart() -> None:
-    """A blob of several strips, the last one shorter."""
+    """A blob of several strips, the last one shorter. Those without wanted rows are not decoded."""
     rows = few_dimensions(2 * STRIP_ROWS + 5)
     scheme = TransformCoded().choose(lambda: rows[:2048], 0)
     assert isinstance(scheme, Transformed)
     numbers = scheme.encode(rows).codes.view(torch.int16).numpy()
-    found, rest = unpack_rows(pack_rows(numbers, scheme.known), len(rows), 0, scheme.known, "blob")
+    data = pack_rows(numbers, scheme.known)
+    found, rest = unpack_rows(data, len(rows), 0, scheme.known, "blob")
     assert (found == numbers).all()
     assert len(rest) == 0
+    data[least_bytes(len(rows)) : least_bytes(len(rows)) + 40] ^= 0xFF  # in the words of the first strip
+    wanted = np.array([STRIP_ROWS, 2 * STRIP_ROWS + 4])
+    found, rest = unpack_rows(data, len(rows), 0, scheme.known, "blob", wanted)
+    assert (found[STRIP_ROWS:] == numbers[STRIP_ROWS:]).all()
+    with pytest.raises(cnr.DamagedError, match="corrupt"):
+        unpack_rows(data, len(rows), 0, scheme.known, "blob", wanted - STRIP_ROWS)
 
 
 @given(data=st.data())
@@ -407,11 +414,11 @@ def test_corrupt_transforms_are_refused(data: st.DataObject) -> None:
     stored[place] ^= data.draw(st.integers(1, 255))
     scheme = Transformed.by(transform)
     with pytest.raises(cnr.DamagedError, match="corrupt"):
-        scheme.with_data(bytes(stored), transform.basis.data, DIM, "x")
+        scheme.with_data(bytes(stored), transform.basis, DIM, "x")
     with pytest.raises(cnr.DamagedError, match="corrupt"):
         scheme.with_data(transform.data, None, DIM, "x")
     with pytest.raises(cnr.DamagedError, match="corrupt"):
-        scheme.with_data(transform.data[:-1], transform.basis.data, DIM, "x")
+        scheme.with_data(transform.data[:-1], transform.basis, DIM, "x")
 
 
 def test_bases_that_are_not_finite_are_refused() -> None:

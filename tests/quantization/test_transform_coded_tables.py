@@ -22,6 +22,7 @@ import torchrec_cnr as cnr
 from tests.golden.edits import bytes_of
 from torchrec_cnr.format.row_sets import Blob
 from torchrec_cnr.quantization import Scheme, TransformCoded, Transformed
+from torchrec_cnr.quantization.row_transform import Basis
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:torch.distributed is")]
 
@@ -114,8 +115,9 @@ class Saved:
         if isinstance(scheme, Transformed):
             assert shard.transform is not None
             stored = [bytes_of(path.parent, path.name, _place(blob)) for blob in shard.transform.blobs]
-            data, basis = zstandard.decompress(stored[0]), stored[1] if len(stored) > 1 else None
-            scheme = scheme.with_data(data, basis, rows.shape[1], "transform")
+            num_cols = rows.shape[1]
+            basis = Basis.parsed(stored[1], num_cols, "basis") if len(stored) > 1 else None
+            scheme = scheme.with_data(zstandard.decompress(stored[0]), basis, num_cols, "transform")
         num_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         return cls(rows, cnr.load_table(path, "t"), scheme, num_bytes)
 

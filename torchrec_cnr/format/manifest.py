@@ -15,7 +15,7 @@ import torch
 from torchrec_cnr.format.blob_bytes import exact_row_bytes
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.row_sets import Blob, RowBlock, RowSet
-from torchrec_cnr.quantization import Scheme
+from torchrec_cnr.quantization import Scheme, Transformed
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,12 @@ class Shard:
     def transform_blobs(self) -> tuple[Blob, ...]:
         """The blobs of its transform, which other shards may share; none without a transform."""
         return () if self.transform is None else self.transform.blobs
+
+    @property
+    def transform_parts(self) -> dict[str, Blob]:
+        """These blobs by their SHA-256 in hexadecimal, by which transforms of several checkpoints are compared."""
+        digests = (self.scheme.digest, self.scheme.basis) if isinstance(self.scheme, Transformed) else ()
+        return {digest: blob for digest, blob in zip(digests, self.transform_blobs, strict=False) if digest}
 
     @property
     def is_whole(self) -> bool:

@@ -32,6 +32,7 @@ from torchrec_cnr.progress import Progress
 from torchrec_cnr.reading.fold import fold
 from torchrec_cnr.reading.plan import plan_fold
 from torchrec_cnr.reading.regions import Region, TensorRegion, turns
+from torchrec_cnr.reading.transforms import KnownTransforms
 from torchrec_cnr.sharding import wait_for_devices
 from torchrec_cnr.storage.leases import Lease
 from torchrec_cnr.storage.pack_writer import check_thread_count
@@ -156,8 +157,10 @@ class CNRStorageReader(StorageReader):
                     if isinstance(region, TensorRegion):
                         region.on_delta_rows = partial(planner.restore_rows, item)
             regions += own_regions
+        transforms = KnownTransforms()
         for turn in turns(regions):
-            fold(plan_fold(self._lineage, turn), turn, self._thread_count, progress=self._progress)
+            plans = plan_fold(self._lineage, turn)
+            fold(plans, turn, self._thread_count, progress=self._progress, transforms=transforms)
         for item, target in zip(tensors, targets, strict=True):
             planner.commit_tensor(item, target)
         objects = {item.storage_index.fqn: item for item in plan.items if item.type is LoadItemType.BYTE_IO}

@@ -1,13 +1,14 @@
 """The bytes that a restore of a checkpoint reads, computed from manifests alone.
 
 A load reads the manifests of the whole lineage. It reads each tensor from the newest checkpoint that has all its rows,
-and from the newer ones. It reads objects from the latest checkpoint only. Headers of data files, and gaps between blobs
-that are read along with them, are not counted.
+and from the newer ones. It reads objects from the latest checkpoint only, and a transform that several checkpoints use
+once. Headers of data files, and gaps between blobs that are read along with them, are not counted.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import Manifest
 from torchrec_cnr.format.row_sets import Blob
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Lineage
@@ -22,21 +23,36 @@ class _Reads:
         manifest_bytes: The bytes of all manifests.
         tensors: The bytes of each tensor of the latest checkpoint, by FQN.
         object_bytes: The bytes of the objects of the latest checkpoint.
+        transforms: By FQN and shard region, the digests of the transforms and bases in the newest checkpoint that has
+            rows there. Saves do not go back to those that they used before, so only these can be needed again.
     """
 
     manifest_bytes: int = 0
     tensors: Mapping[str, int] = field(default_factory=dict)
     object_bytes: int = 0
+    transforms: Mapping[str, Mapping[Box, frozenset[str]]] = field(default_factory=dict)
 
     def below(self, checkpoint: Checkpoint) -> "_Reads":
         """Return the bytes if ``checkpoint`` is added to the lineage as the latest."""
         manifest = checkpoint.manifest
-        tensors = {
-            fqn: num_bytes + (0 if manifest.tensors[fqn].is_whole else self.tensors.get(fqn, 0))
-            for fqn, num_bytes in tensor_bytes(manifest).items()
-        }
-        num_bytes = self.manifest_bytes + checkpoint.manifest_bytes
-        return _Reads(num_bytes, tensors, sum(blob.num_bytes for blob in manifest.objects.values()))
+        tensors = tensor_bytes(manifest)
+        transforms: dict[str, Mapping[Box, frozenset[str]]] = {}
+        counted: set[str] = set()  # for an earlier tensor of this checkpoint
+        for fqn, entry in manifest.tensors.items():
+            known = {} if entry.is_whole else self.transforms.get(fqn, {})
+            parts: dict[str, Blob] = {}
+            digests: dict[Box, frozenset[str]] = {}
+            for shard in entry.shards:
+                if own_parts := shard.transform_parts:
+                    parts |= own_parts
+                    digests[shard.box] = digests.get(shard.box, frozenset()) | own_parts.keys()
+            read_before = frozenset().union(*known.values()) - counted
+            tensors[fqn] -= sum(blob.num_bytes for digest, blob in parts.items() if digest in read_before)
+            tensors[fqn] += 0 if entry.is_whole else self.tensors.get(fqn, 0)
+            transforms[fqn] = {**known, **digests}
+            counted |= parts.keys()
+        object_bytes = sum(blob.num_bytes for blob in manifest.objects.values())
+        return _Reads(self.manifest_bytes + checkpoint.manifest_bytes, tensors, object_bytes, transforms)
 
     @property
     def num_bytes(self) -> int:

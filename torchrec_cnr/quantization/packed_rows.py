@@ -68,7 +68,12 @@ def pack_rows(numbers: Numbers, transform: RowTransform) -> npt.NDArray[np.uint8
 
 
 def unpack_rows(
-    data: npt.NDArray[np.uint8], num_rows: int, exact_bytes: int, transform: RowTransform, where: str
+    data: npt.NDArray[np.uint8],
+    num_rows: int,
+    exact_bytes: int,
+    transform: RowTransform,
+    where: str,
+    wanted: npt.NDArray[np.int64] | None = None,
 ) -> tuple[Numbers, npt.NDArray[np.uint8]]:
     """Return the numbers of a blob, int16 [num_rows, num_cols], and the bytes of its exact rows.
 
@@ -78,6 +83,8 @@ def unpack_rows(
         exact_bytes: The bytes of its exact rows, by the manifest.
         transform: The transform of its shard.
         where: The name of the blob, for errors.
+        wanted: The positions of the wanted rows. Strips without them are not decoded, and their numbers are undefined.
+            None for all rows.
 
     Raises:
         DamagedError: The bytes are not rows that this transform packs, and so many bytes after them.
@@ -92,13 +99,14 @@ def unpack_rows(
             "use another checkpoint"
         )
     numbers = np.empty((num_rows, transform.num_cols), np.int16)
-    are_right = np.zeros(len(bounds), np.bool_)
+    chosen = range(len(bounds)) if wanted is None else np.unique(wanted // STRIP_ROWS).tolist()
+    are_right = np.zeros(len(chosen), np.bool_)
 
     def decode(first: int, stop: int) -> None:
-        for strip in range(first, stop):
+        for index, strip in enumerate(chosen[first:stop], first):
             start, end = bounds[strip]
             words = data[ends[strip] : ends[strip + 1]].copy().view("<u2").astype(np.uint16, copy=False)
-            are_right[strip] = cpu.decode_numbers(
+            are_right[index] = cpu.decode_numbers(
                 words,
                 strips["states"][strip],
                 transform.choices,
@@ -107,17 +115,22 @@ def unpack_rows(
                 numbers[start:end],
             )
 
-    in_parallel(decode, len(bounds), chunk_rows=1)
+    in_parallel(decode, len(chosen), chunk_rows=1)
     if not are_right.all():
         raise DamagedError(f"{where}: corrupt: its words are not those of {num_rows} rows; use another checkpoint")
     return numbers, data[ends[-1] :]
 
 
 def unpack_bytes(
-    data: npt.NDArray[np.uint8], num_rows: int, exact_bytes: int, transform: RowTransform, where: str
+    data: npt.NDArray[np.uint8],
+    num_rows: int,
+    exact_bytes: int,
+    transform: RowTransform,
+    where: str,
+    wanted: npt.NDArray[np.int64] | None = None,
 ) -> npt.NDArray[np.uint8]:
     """Return the numbers of a blob as bytes, and after them its exact rows; see :func:`unpack_rows`."""
-    numbers, rest = unpack_rows(data, num_rows, exact_bytes, transform, where)
+    numbers, rest = unpack_rows(data, num_rows, exact_bytes, transform, where, wanted)
     flat = numbers.reshape(-1).view(np.uint8)
     return np.concatenate((flat, rest)) if len(rest) else flat
 

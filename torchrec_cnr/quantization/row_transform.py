@@ -43,6 +43,11 @@ class Basis:
         """SHA-256 of :attr:`data`."""
         return hashlib.sha256(self.data).digest()
 
+    @cached_property
+    def wide(self) -> Floats:
+        """The components for the kernels, float64. They are here, because many transforms share a basis."""
+        return self.components.astype(np.float64)
+
     @classmethod
     def parsed(cls, data: bytes, num_cols: int, where: str) -> "Basis":
         """Return a basis from the bytes that were stored.
@@ -137,10 +142,10 @@ class RowTransform:
             raise DamagedError(f"{where}: corrupt: not a transform of this format version; use another checkpoint")
         return cls(num_cols, step, basis, first_class, frequencies, choices)
 
-    @cached_property
+    @property
     def wide_basis(self) -> Floats:
         """The basis for the kernels: float64 [num_cols, num_cols], or [0, 0] for the columns themselves."""
-        return np.empty((0, 0)) if self.basis is None else self.basis.components.astype(np.float64)
+        return np.empty((0, 0)) if self.basis is None else self.basis.wide
 
     @cached_property
     def digest(self) -> str:

@@ -92,16 +92,15 @@ class Transformed(RowCodes):
         """Return the scheme of a transform."""
         return cls(transform.digest, None if transform.basis is None else transform.basis.digest.hex(), transform)
 
-    def with_data(self, data: bytes, basis: bytes | None, num_cols: int, where: str) -> "Transformed":
-        """Return the scheme with its transform, from the bytes of this and of its basis that were stored.
+    def with_data(self, data: bytes, basis: Basis | None, num_cols: int, where: str) -> "Transformed":
+        """Return the scheme with its transform, from the bytes of this that were stored, and from its basis.
 
         Raises:
             DamagedError: The bytes are not those of this transform, or it is of other rows.
         """
-        own_basis = None if basis is None else Basis.parsed(basis, num_cols, where)
-        transform = RowTransform.parsed(data, own_basis, where)
-        own_digest = None if own_basis is None else own_basis.digest.hex()
-        if (transform.digest, own_digest, transform.num_cols) != (self.digest, self.basis, num_cols):
+        transform = RowTransform.parsed(data, basis, where)
+        basis_digest = None if basis is None else basis.digest.hex()
+        if (transform.digest, basis_digest, transform.num_cols) != (self.digest, self.basis, num_cols):
             raise DamagedError(f"{where}: corrupt: not the transform of its rows; use another checkpoint")
         return replace(self, transform=transform)
 

@@ -7,6 +7,7 @@
 - ``blocks``: the rows of one blob: their numbers in the tensor, and their decoding.
 - ``regions``: the wanted parts of a tensor, which rows of blocks are written into; ``LineageTensor`` creates them.
   Tables that inference kernels keep quantized take codes without decoding.
+- ``transforms``: the transforms of rows that were read, each once, however many checkpoints and shards use it.
 
 Words of this package:
 

@@ -19,37 +19,21 @@ from dataclasses import replace
 import torch
 
 from torchrec_cnr.errors import DamagedError
-from torchrec_cnr.format.blob_bytes import Bytes, decompressed, join
+from torchrec_cnr.format.blob_bytes import Bytes, join
 from torchrec_cnr.format.coverage import Coverage
 from torchrec_cnr.format.manifest import DTYPES
 from torchrec_cnr.progress import Count, Progress
-from torchrec_cnr.quantization import Scheme, Transformed
+from torchrec_cnr.quantization import Transformed
 from torchrec_cnr.quantization.packed_rows import unpack_bytes
-from torchrec_cnr.quantization.row_transform import transform_bytes
 from torchrec_cnr.reading.blocks import Block, BlockRowNumbers, PlacedRows, parse_block
 from torchrec_cnr.reading.plan import BlobRead, CheckpointReads
 from torchrec_cnr.reading.regions import Region
+from torchrec_cnr.reading.transforms import KnownTransforms
 from torchrec_cnr.storage.pack_reader import PackReader
 
 MAX_TURNS = 1 << 15
 _MIN_COLS = 8  # for narrower rows, looking up the last turn takes as long as writing the row
 _EARLY_BYTES = 256 << 20  # limit of bytes read before the first row is written: row numbers, and records of logs
-
-
-def known_scheme(scheme: Transformed, stored: Sequence[bytes], num_cols: int, where: str) -> Transformed:
-    """Return a scheme with its transform.
-
-    Args:
-        scheme: The scheme, as a manifest has it.
-        stored: The bytes of the transform, and of its basis if it has one.
-        num_cols: Number of columns of the rows.
-        where: The name of the transform, for errors.
-
-    Raises:
-        DamagedError: The bytes are not of this transform.
-    """
-    data = decompressed(stored[0], transform_bytes(num_cols), where)
-    return scheme.with_data(data, stored[1] if len(stored) > 1 else None, num_cols, where)
 
 
 class CheckpointRows:
@@ -59,6 +43,7 @@ class CheckpointRows:
         plan: The blobs to read.
         first_turn: The number of its first turn, counted over all checkpoints.
         thread_count: Number of threads that read.
+        transforms: The transforms that are known. Those of these rows are added.
         holds_logs: Whether to read codes in a log together with the row numbers, and hold them until they are used. A
             seek backwards in a log is slow.
 
@@ -67,18 +52,27 @@ class CheckpointRows:
         StoreError: A pack cannot be read.
     """
 
-    def __init__(self, plan: CheckpointReads, first_turn: int, thread_count: int, *, holds_logs: bool) -> None:
+    def __init__(
+        self,
+        plan: CheckpointReads,
+        first_turn: int,
+        thread_count: int,
+        transforms: KnownTransforms,
+        *,
+        holds_logs: bool,
+    ) -> None:
         store, manifest = plan.checkpoint.store, plan.checkpoint.manifest
         self.plan = plan
         self._first_turn = first_turn
         self._packs = PackReader(store, manifest.packs, thread_count)
         early_blobs = [(key, block.blob) for key, block in plan.row_blocks.items() if block.blob is not None]
-        early_blobs += plan.transforms.items()
+        transform_blobs = transforms.missing(plan.transformed)
+        early_blobs += transform_blobs.items()
         if holds_logs:
             early_blobs += [(key, read.blob) for key, read in plan.reads.items() if plan.is_in_log(read.blob)]
         self._held = dict(self._packs.read(early_blobs))
-        self._transforms = {blob: self._held.pop(key).tobytes() for key, blob in plan.transforms.items()}
-        self._schemes: dict[tuple[str, str | None, int], Transformed] = {}
+        transforms.add(plan.transformed, {key: self._held.pop(key) for key in transform_blobs}, store.url)
+        self._transforms = transforms
         codes = {key: self._held.pop(key) for key in plan.row_blocks}
         self._numbers = BlockRowNumbers(plan.row_blocks, codes, store.url)
 
@@ -103,22 +97,10 @@ class CheckpointRows:
                 for key, data in itertools.chain(held_blobs, itertools.islice(blobs_read, len(turn_blobs))):
                     yield turn_number, turn[key], self._block(key, data, is_delta)
 
-    def _scheme(self, key: str) -> Scheme:
-        """Return the scheme of a blob, with its transform if it has one."""
-        shard = self.plan.reads[key].shard
-        if shard.transform is None or not isinstance(shard.scheme, Transformed):
-            return shard.scheme
-        own_key = (shard.scheme.digest, shard.scheme.basis, shard.box.num_cols)
-        found = self._schemes.get(own_key)
-        if found is None:  # threads may do this at once, to the same result
-            stored = [self._transforms[blob] for blob in shard.transform.blobs]
-            found = known_scheme(shard.scheme, stored, shard.box.num_cols, f"{self._where(key)}: transform")
-            self._schemes[own_key] = found
-        return found
-
     def _joined(self, key: str, data: Bytes) -> Bytes:
         """Return the codes of a blob, joined if byte-split, or unpacked. For files, the reading threads do this."""
-        read, scheme = self.plan.reads[key], self._scheme(key)
+        read = self.plan.reads[key]
+        scheme = self._transforms.scheme(read.shard)
         num_cols, dtype = read.shard.box.num_cols, DTYPES[read.entry.dtype]
         if isinstance(scheme, Transformed):
             return unpack_bytes(data, read.rows.num_rows, read.exact_bytes, scheme.known, self._where(key))
@@ -129,7 +111,7 @@ class CheckpointRows:
     def _block(self, key: str, data: Bytes, is_delta: bool) -> Block:
         read = self.plan.reads[key]
         dtype = DTYPES[read.entry.dtype]
-        shard = replace(read.shard, scheme=self._scheme(key))
+        shard = replace(read.shard, scheme=self._transforms.scheme(read.shard))
         return parse_block(shard, dtype, data, self._placed(read), is_delta, self._where(key))
 
     def _where(self, key: str) -> str:
@@ -208,6 +190,7 @@ def fold(
     *,
     are_complete: bool = True,
     progress: Progress | None = None,
+    transforms: KnownTransforms | None = None,
 ) -> None:
     """Execute a plan.
 
@@ -217,6 +200,7 @@ def fold(
         thread_count: Number of threads that read.
         are_complete: Whether all rows must be found. Pass False to read a delta by itself.
         progress: Called with the bytes of rows that were read, and their total.
+        transforms: The transforms that earlier folds have read; this one adds its own. None if there are none.
 
     Raises:
         DamagedError: Bytes differ from those that were committed. The targets contain a mixture of old and new values.
@@ -224,10 +208,12 @@ def fold(
     """
     coverages = _coverages(plans, regions) if are_complete else {}
     count = Count(sum(read.blob.num_bytes for plan in plans for read in plan.reads.values()), progress)
+    transforms = KnownTransforms() if transforms is None else transforms
     for window in _windows(plans):
+        transforms.limit(shard for plan in window for shard in plan.transformed.values())
         first_turns = itertools.accumulate((plan.num_turns for plan in window), initial=1)
         checkpoints = [
-            CheckpointRows(plan, first_turn, thread_count, holds_logs=len(window) > 1)
+            CheckpointRows(plan, first_turn, thread_count, transforms, holds_logs=len(window) > 1)
             for plan, first_turn in zip(window, first_turns, strict=False)
         ]
         latest_writer = LatestWriter(checkpoints)
@@ -251,14 +237,16 @@ def fold(
 def _windows(plans: Iterable[CheckpointReads]) -> Iterator[list[CheckpointReads]]:
     """Yield windows: consecutive checkpoints whose row numbers are read together, before any of their rows."""
     window: list[CheckpointReads] = []
+    digests: set[str] = set()
     num_bytes = num_turns = 0
     for plan in plans:
-        is_full = num_bytes + plan.early_bytes > _EARLY_BYTES or num_turns + plan.num_turns >= MAX_TURNS
+        is_full = num_bytes + plan.early_bytes(digests) > _EARLY_BYTES or num_turns + plan.num_turns >= MAX_TURNS
         if window and is_full:
             yield window
-            window, num_bytes, num_turns = [], 0, 0
+            window, digests, num_bytes, num_turns = [], set(), 0, 0
         window.append(plan)
-        num_bytes, num_turns = num_bytes + plan.early_bytes, num_turns + plan.num_turns
+        num_bytes, num_turns = num_bytes + plan.early_bytes(digests), num_turns + plan.num_turns
+        digests |= plan.transforms.keys()
     if window:
         yield window
 

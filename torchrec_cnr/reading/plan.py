@@ -4,7 +4,7 @@ Boxes are compared in the tensor's own indices. So the checkpoints of a chain an
 differently. If a checkpoint has all rows of a tensor, the tensor is not read from older checkpoints.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NoReturn
@@ -65,11 +65,16 @@ class CheckpointReads:
         return {names[read.rows]: read.rows for read in self.reads.values() if read.rows.blob is not None}
 
     @cached_property
+    def transformed(self) -> dict[str, Shard]:
+        """The shards whose rows have a transform, each once, by a key that names one of their blobs in errors."""
+        reads = self.reads.items()
+        keys = {id(read.shard): (key, read.shard) for key, read in reads if read.shard.transform is not None}
+        return dict(keys.values())
+
+    @cached_property
     def transforms(self) -> dict[str, Blob]:
-        """The transforms of rows to read, and their bases, by a key that names them in errors."""
-        transforms = {key: read.shard.transform for key, read in self.reads.items() if read.shard.transform is not None}
-        blobs = {blob: key for key, transform in transforms.items() for blob in transform.blobs}
-        return {f"transform of {key}: {number}": blob for number, (blob, key) in enumerate(blobs.items())}
+        """The transforms of rows to read, and their bases, by their digests. Other checkpoints may need the same."""
+        return {digest: blob for shard in self.transformed.values() for digest, blob in shard.transform_parts.items()}
 
     def turns(self) -> list[dict[str, BlobRead]]:
         """Return the blobs of each turn. Within a turn, the order of blobs does not matter."""
@@ -87,11 +92,14 @@ class CheckpointReads:
         """Return whether a blob is in a log, which should be read in order."""
         return self.checkpoint.manifest.packs[blob.pack].log is not None
 
-    @property
-    def early_bytes(self) -> int:
-        """Bytes to read and hold before the rows are known: row numbers, transforms, and all blobs in logs."""
+    def early_bytes(self, held: Collection[str]) -> int:
+        """Return the bytes to read and hold before the rows are known: row numbers, transforms, and all blobs in logs.
+
+        Args:
+            held: Digests of transforms and bases that are held for other checkpoints, and do not count.
+        """
         rows = (block.blob.num_bytes for block in self.row_blocks.values() if block.blob is not None)
-        transforms = (blob.num_bytes for blob in self.transforms.values())
+        transforms = (blob.num_bytes for digest, blob in self.transforms.items() if digest not in held)
         in_logs = (read.blob.num_bytes for read in self.reads.values() if self.is_in_log(read.blob))
         return sum(rows) + sum(transforms) + sum(in_logs)
 

@@ -22,7 +22,6 @@ from torchrec_cnr.lineage.checkpoint import Checkpoint, Head, relative_path
 from torchrec_cnr.lineage.intact import intact_chain, intact_checkpoint
 from torchrec_cnr.lineage.other_roots import is_in_other_root
 from torchrec_cnr.policies import Policy, Since
-from torchrec_cnr.quantization import Transformed
 from torchrec_cnr.sharding import ShardKey, shard_key
 from torchrec_cnr.storage.files import Listing
 from torchrec_cnr.storage.row_log import RowLog
@@ -180,14 +179,11 @@ def _parts_of(checkpoint: Checkpoint, store: Store) -> dict[str, StoredPart]:
     parts: dict[str, StoredPart] = {}
     for entry in checkpoint.manifest.tensors.values():
         for shard in entry.shards:
-            if shard.transform is None or not isinstance(shard.scheme, Transformed):
-                continue
-            digests = (shard.scheme.digest, shard.scheme.basis)
-            for digest, blob in zip(digests, shard.transform.blobs, strict=False):
+            for digest, blob in shard.transform_parts.items():
                 pack = checkpoint.manifest.packs[blob.pack]
                 directory = checkpoint.store if pack.directory is None else checkpoint.store.at(pack.directory)
                 path = relative_path(store, directory.url)
-                if digest is not None and path is not None and pack.log is None and not is_in_other_root(path):
+                if path is not None and pack.log is None and not is_in_other_root(path):
                     parts[digest] = StoredPart(replace(pack, directory=path), blob)
     return parts
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from torchrec_cnr.errors import DamagedError, StoreError
+from torchrec_cnr.reading.transforms import KnownTransforms
 from torchrec_cnr.serving.commit_sources import Commit
 from torchrec_cnr.serving.forward_lock import ForwardLock, share_forwards
 from torchrec_cnr.serving.model_tensors import find_model_tensors
@@ -63,6 +64,7 @@ class ServedModel:
 
     def __post_init__(self) -> None:
         self._state: _State | None = None
+        self._transforms = KnownTransforms()
         self._lookups = ForwardLock()
         self._hooks = share_forwards(self.model, self._lookups)
         collections = (module for _, module in sharded_collections(self.model))
@@ -147,7 +149,11 @@ class ServedModel:
             targets = find_model_tensors(self.model, self.key, newest, allow_partial=self.allow_partial)
             try:
                 update = prepare_update(
-                    update_path, targets, {} if old_state is None else old_state.touched, self.thread_count
+                    update_path,
+                    targets,
+                    {} if old_state is None else old_state.touched,
+                    self.thread_count,
+                    self._transforms,
                 )
             except (DamagedError, StoreError) as error:
                 if not update_path.is_delta:

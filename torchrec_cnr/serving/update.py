@@ -17,6 +17,7 @@ from torchrec_cnr.reading.blocks import Block
 from torchrec_cnr.reading.fold import fold
 from torchrec_cnr.reading.plan import CheckpointReads, held, plan_fold
 from torchrec_cnr.reading.regions import LineageTensor, Region, turns
+from torchrec_cnr.reading.transforms import KnownTransforms
 from torchrec_cnr.serving.model_tensors import ModelTensor
 from torchrec_cnr.serving.update_path import UpdateBase, UpdatePath
 from torchrec_cnr.serving.update_rows import UpdateRows
@@ -123,7 +124,11 @@ class Update:
 
 
 def prepare_update(
-    links: UpdatePath, targets: Sequence[ModelTensor], touched: Touched, thread_count: int
+    links: UpdatePath,
+    targets: Sequence[ModelTensor],
+    touched: Touched,
+    thread_count: int,
+    transforms: KnownTransforms,
 ) -> Update | None:
     """Read, verify and decode the links of an update path.
 
@@ -132,6 +137,7 @@ def prepare_update(
         targets: The tensors of the model to update.
         touched: The rows of the model that were overwritten since the baseline.
         thread_count: Number of requests in flight at the same time.
+        transforms: The transforms that earlier updates have read; this one adds its own.
 
     Returns:
         The update; None if the links do not contain all necessary rows, so that the whole lineage must be read.
@@ -162,7 +168,7 @@ def prepare_update(
     num_bytes = 0
     for turn in turns(regions):
         plans = plan_fold(links.lineage, turn)
-        fold(plans, turn, thread_count, are_complete=not links.is_delta)
+        fold(plans, turn, thread_count, are_complete=not links.is_delta, transforms=transforms)
         num_bytes += sum(map(_read_bytes, plans))
     is_right = links.ground is not UpdateBase.BASELINE or are_overwritten(touched, rows)
     if not is_right or not all(part.is_complete for part in rows.values()):

@@ -23,8 +23,7 @@ from benchmarks.support.jobs.table_models import one_rank
 from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table
 from benchmarks.support.rounds import Setup
-from torchrec_cnr.format.manifest import Shard
-from torchrec_cnr.quantization import Quantization, Transformed
+from torchrec_cnr.quantization import Quantization
 from torchrec_cnr.storage.store import Store
 
 SizedT = TypeVar("SizedT", bound=Sized)
@@ -158,17 +157,9 @@ def wanted_bytes(head: str, fqn: str, rows: range) -> int:
             for blob, block in zip(shard.blobs, shard.rows.blocks, strict=True):
                 if block.first < rows.stop and block.first + block.span > rows.start:
                     total += blob.num_bytes + (block.blob.num_bytes if block.blob else 0)
-                    transforms |= _transform_bytes(shard)
+                    transforms |= {digest: part.num_bytes for digest, part in shard.transform_parts.items()}
         path = checkpoint.parent or ""
     return total + sum(transforms.values())
-
-
-def _transform_bytes(shard: Shard) -> dict[str, int]:
-    """Return the bytes of the transform of a shard and of its basis, by their digests."""
-    if shard.transform is None or not isinstance(shard.scheme, Transformed):
-        return {}
-    digests = (shard.scheme.digest, shard.scheme.basis)
-    return {digest: blob.num_bytes for digest, blob in zip(digests, shard.transform.blobs, strict=False) if digest}
 
 
 def measure(head: str, num_rows: Sequence[int], tables: Sequence[int]) -> list[Reading]:

@@ -1,5 +1,6 @@
 """Compactions of transform-coded rows copy the transforms that live rows have, once, and say so in their plans."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,13 @@ from tests.quantization.test_transformed_checkpoints import FQN, NUM_ROWS, Run, 
 from tests.support import models
 from tests.support.faults import flip_middle
 from torchrec_cnr.format.manifest import Shard
+from torchrec_cnr.kernels import cpu
 from torchrec_cnr.lineage.checkpoint import read_lineage
 from torchrec_cnr.maintenance.catalog import read_catalog
-from torchrec_cnr.maintenance.compaction import copy_rows
 from torchrec_cnr.maintenance.restore_bytes import restore_bytes, tensor_bytes
 from torchrec_cnr.maintenance.verification.impact import unrestorable
-from torchrec_cnr.quantization import Transformed
-from torchrec_cnr.reading.fold import known_scheme
+from torchrec_cnr.quantization import Transformed, packed_rows
+from torchrec_cnr.reading.transforms import KnownTransforms
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -69,31 +70,60 @@ def test_transforms_without_live_rows_are_not_copied(tmp_path: Path) -> None:
 
 
 def test_a_transform_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many new shards have rows with it."""
+    """And its basis, however many new shards have rows with it, and however many transforms use the basis."""
     with running(tmp_path) as run:
         _save_deltas(run, 4)
-        transforms = [shard.scheme for n in range(5) for shard in _shards(tmp_path / str(n))]
-        read: list[Transformed] = []
+        schemes = (shard.scheme for n in range(5) for shard in _shards(tmp_path / str(n)))
+        transforms = [scheme for scheme in schemes if isinstance(scheme, Transformed)]
+        read: list[str] = []
+        add = KnownTransforms.add
 
-        def read_scheme(scheme: Transformed, *args: Any) -> Transformed:
-            read.append(scheme)
-            return known_scheme(scheme, *args)
+        def read_blobs(self: KnownTransforms, shards: Mapping[str, Shard], *args: Any) -> None:
+            read.extend(name.split()[0] for name in self.missing(shards))
+            add(self, shards, *args)
 
-        monkeypatch.setattr(copy_rows, "known_scheme", read_scheme)
+        monkeypatch.setattr(KnownTransforms, "add", read_blobs)
         cnr.compact(tmp_path / "4", max_ratio=1.0)
-        assert len(transforms) > len(set(transforms)) >= len(read) == len(set(read)) > 0
-        assert len(_shards(tmp_path / "4")) > len(read)
+        assert len(transforms) > len(set(transforms)) >= read.count("transform") > 0
+        assert read.count("basis") == len({scheme.basis for scheme in transforms}) == 1
+        assert len(_shards(tmp_path / "4")) > read.count("transform")
+
+
+def test_strips_without_live_rows_are_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only those of the baseline with rows that the delta has not; the delta's own file stays."""
+    monkeypatch.setattr(packed_rows, "STRIP_ROWS", 64)
+    num_changed = 2_000
+    with running(tmp_path) as run:
+        run.save()
+        run.change(torch.arange(num_changed), 1)
+        run.save()
+        decoded: list[int] = []
+        decode = cpu.decode_numbers
+
+        def counting(*args: Any) -> bool:
+            decoded.append(len(args[-1]))
+            return decode(*args)
+
+        monkeypatch.setattr(cpu, "decode_numbers", counting)
+        cnr.compact(tmp_path / "1", max_ratio=1.0, self_contained=True)
+        assert len(decoded) == -(-NUM_ROWS // 64) - num_changed // 64
+        assert_near(tmp_path / "1", run.table)
 
 
 def test_a_restore_reads_transforms(tmp_path: Path) -> None:
-    """Each manifest's once."""
+    """Each once, however many checkpoints use it."""
     with running(tmp_path) as run:
         _save_deltas(run, 2)
         checkpoints = [cnr.read_checkpoint(tmp_path / str(number)) for number in range(3)]
         for checkpoint in checkpoints:
             assert sum(tensor_bytes(checkpoint.manifest).values()) == checkpoint.manifest.blob_bytes
+        manifests = [checkpoint.manifest for checkpoint in checkpoints]
+        transforms = [shard.transform_parts for manifest in manifests for shard in manifest.tensors[FQN].shards]
+        distinct = {digest: blob for parts in transforms for digest, blob in parts.items()}
         wanted = sum(checkpoint.manifest_bytes + checkpoint.manifest.blob_bytes for checkpoint in checkpoints)
-        assert restore_bytes(read_lineage(tmp_path / "2")) == wanted
+        wanted -= sum(blob.num_bytes for parts in transforms for blob in parts.values())
+        assert len(distinct) < sum(map(len, transforms))
+        assert restore_bytes(read_lineage(tmp_path / "2")) == wanted + sum(blob.num_bytes for blob in distinct.values())
 
 
 def test_checkpoints_without_their_transforms_cannot_be_restored(tmp_path: Path) -> None:

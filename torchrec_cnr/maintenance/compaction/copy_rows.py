@@ -28,7 +28,7 @@ from torchrec_cnr.maintenance.compaction.plan import CompactionPlan
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.quantization import NoQuantization, Scheme, Transformed
 from torchrec_cnr.quantization.packed_rows import pack_rows, unpack_bytes
-from torchrec_cnr.reading.fold import known_scheme
+from torchrec_cnr.reading.transforms import KnownTransforms
 from torchrec_cnr.storage.pack_reader import PackReader
 from torchrec_cnr.storage.pack_writer import PackWriter
 
@@ -279,7 +279,7 @@ class NewShard:
             part = parts_by_piece[id(piece)]
             block_positions = np.searchsorted(rows, part.rows)
             num_code_bytes = piece.rows.num_rows * row_bytes
-            data = self._codes(data, piece, row_bytes)
+            data = self._codes(data, piece, row_bytes, part.positions)
             _copy_rows(data[:num_code_bytes].reshape(-1, row_bytes), part.positions, codes, block_positions)
             own_positions, own_values = exact_rows(data[num_code_bytes:], num_cols, itemsize)
             if len(own_positions):
@@ -289,12 +289,12 @@ class NewShard:
         order = np.argsort(positions := np.concatenate(exact_positions))
         return CodedBlock(rows, codes, positions[order], np.concatenate(values)[order])
 
-    def _codes(self, data: Bytes, piece: Piece, row_bytes: int) -> Bytes:
-        """Return the codes of a blob and its exact rows."""
+    def _codes(self, data: Bytes, piece: Piece, row_bytes: int, positions: Positions) -> Bytes:
+        """Return the codes of a blob, of at least the rows at some positions, and its exact rows."""
         where = f"{self.where}: {piece.key}"
         if isinstance(self.scheme, Transformed):
             exact_bytes = piece.num_exact * self.source.exact_row_bytes(DTYPES[self.dtype])
-            return unpack_bytes(data, piece.rows.num_rows, exact_bytes, self.scheme.known, where)
+            return unpack_bytes(data, piece.rows.num_rows, exact_bytes, self.scheme.known, where, positions)
         return blob_bytes.join(data, piece.rows.num_rows, row_bytes, self.tail_bytes, where)
 
 
@@ -319,7 +319,7 @@ class Copying:
         self._packs = packs
         self._reader = reader
         self._where = plan.newest.store.url
-        self._schemes: dict[Scheme, Scheme] = {}  # with their transforms, which many shards share
+        self._transforms = KnownTransforms()
 
     def run(self) -> Copied:
         """Copy whole blobs, and the live rows of merged tensors."""
@@ -403,18 +403,9 @@ class Copying:
 
     def _scheme(self, fqn: str, shard: Shard) -> Scheme:
         """Return the scheme of a shard, with its transform if it has one."""
-        if shard.transform is None or not isinstance(shard.scheme, Transformed):
-            return shard.scheme
-        if shard.scheme not in self._schemes:
-            self._schemes[shard.scheme] = self._read_scheme(fqn, shard, shard.scheme)
-        return self._schemes[shard.scheme]
-
-    def _read_scheme(self, fqn: str, shard: Shard, scheme: Transformed) -> Scheme:
-        key = f"transform of tensor '{fqn}' region {list(shard.box.offsets)}"
-        blobs = {f"{key}: {number}": blob for number, blob in enumerate(shard.transform_blobs)}
-        stored = {name: data.tobytes() for name, data in self._reader.read(blobs.items())}
-        in_order = [stored[name] for name in blobs]
-        return known_scheme(scheme, in_order, shard.box.num_cols, f"{self._where}: {key}")
+        shards = {f"tensor '{fqn}' region {list(shard.box.offsets)}": shard}
+        self._transforms.add(shards, dict(self._reader.read(self._transforms.missing(shards).items())), self._where)
+        return self._transforms.scheme(shard)
 
     def _block_rows(self, entry: TensorEntry, piece: Piece) -> int:
         """Return the number of rows in a block: the same for a table and its state, so that they share row numbers."""

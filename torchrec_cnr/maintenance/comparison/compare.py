@@ -20,6 +20,7 @@ from torchrec_cnr.progress import Progress
 from torchrec_cnr.reading.fold import fold
 from torchrec_cnr.reading.plan import plan_fold, whole_box
 from torchrec_cnr.reading.regions import LineageTensor
+from torchrec_cnr.reading.transforms import KnownTransforms
 from torchrec_cnr.storage.pack_writer import check_thread_count
 from torchrec_cnr.storage.row_log import RowLog
 from torchrec_cnr.storage.store import Store
@@ -184,7 +185,9 @@ def compare(
     )
 
 
-def read_rows(lineage: Lineage, fqn: str, rows: range, thread_count: int) -> Tensor:
+def read_rows(
+    lineage: Lineage, fqn: str, rows: range, thread_count: int, transforms: KnownTransforms | None = None
+) -> Tensor:
     """Return rows of a tensor, merged from a lineage: [len(rows), ...] of the tensor's dtype.
 
     For row-wise optimizer state, rows are those of its table, and the value of each is the mean over its columns.
@@ -199,7 +202,7 @@ def read_rows(lineage: Lineage, fqn: str, rows: range, thread_count: int) -> Ten
     )
     target = torch.empty(len(rows) if is_row_state else box.sizes, dtype=tensor.dtype, device="cpu")
     regions = [tensor.rows_region(box, target)] if is_row_state else tensor.regions(box, target)
-    fold(plan_fold(lineage, regions), regions, thread_count)
+    fold(plan_fold(lineage, regions), regions, thread_count, transforms=transforms)
     return target
 
 
@@ -234,10 +237,12 @@ def _compare_tensors(
     num_rows = {fqn: Box.whole(_compared_size(manifest, entry)).num_rows for fqn, entry in entries.items()}
     num_bytes, done_bytes = sum(num_rows[fqn] * row_bytes[fqn] for fqn in fqns), 0
     deltas = b.checkpoints[num_shared:] if num_shared == len(a.checkpoints) else None
+    transforms = KnownTransforms()  # of both, which often share them
     for fqn, entry in entries.items():
         meter = MovementMeter()
         for rows in _ranges(num_rows[fqn], row_bytes[fqn]):
-            meter.add(read_rows(a, fqn, rows, thread_count), read_rows(b, fqn, rows, thread_count))
+            values_a, values_b = (read_rows(each, fqn, rows, thread_count, transforms) for each in lineages)
+            meter.add(values_a, values_b)
             done_bytes += len(rows) * row_bytes[fqn]
             if progress is not None:
                 progress(done_bytes, num_bytes)

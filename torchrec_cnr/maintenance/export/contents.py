@@ -21,6 +21,7 @@ from torchrec_cnr.progress import Progress
 from torchrec_cnr.reading.fold import fold
 from torchrec_cnr.reading.plan import plan_fold
 from torchrec_cnr.reading.regions import LineageTensor, Region, RowStateRegion
+from torchrec_cnr.reading.transforms import KnownTransforms
 from torchrec_cnr.storage.pack_writer import BLOCK_BYTES
 
 HELD_BYTES = 64 << 20  # of values in a batch, which are in memory at the same time
@@ -65,6 +66,7 @@ class Contents:
         self._thread_count = thread_count
         self._progress = progress
         self._done_bytes = 0
+        self._transforms = KnownTransforms()
         manifest = lineage.newest.manifest
         self.tensors = {fqn: Chunk(fqn, Box.whole(e.size), DTYPES[e.dtype]) for fqn, e in manifest.tensors.items()}
         self.paths = {fqn: manifest.paths.get(fqn, (fqn,)) for fqn in (*manifest.tensors, *manifest.objects)}
@@ -101,7 +103,7 @@ class Contents:
         regions: list[Region] = []
         for chunk, target in zip(batch, targets, strict=True):
             regions += LineageTensor(self._lineage, chunk.fqn).regions(chunk.box, target)
-        fold(plan_fold(self._lineage, regions), regions, self._thread_count)
+        fold(plan_fold(self._lineage, regions), regions, self._thread_count, transforms=self._transforms)
         return targets
 
     def read(self, fqns: Iterable[str]) -> Iterator[tuple[Chunk, Tensor]]:
