@@ -18,7 +18,15 @@ from matplotlib.figure import Figure
 from benchmarks.plots.style import OTHER, OURS, Bar, Plot, draw_bars
 from benchmarks.support.data.clicks import trained_on
 from benchmarks.support.processes import Progress
-from benchmarks.support.quantization_errors import BASE, DEFAULT, TRANSFORMED, WIDTHS, error_table, measure, restore_table
+from benchmarks.support.quantization_errors import (
+    BASE,
+    DEFAULT,
+    TRANSFORMED,
+    WIDTHS,
+    error_table,
+    measure,
+    restore_table,
+)
 from benchmarks.support.report import number
 from torchrec_cnr.human_text import number_text
 

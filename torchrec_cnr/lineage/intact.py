@@ -29,7 +29,7 @@ def intact_chain(head: Head, roots: Mapping[str, Listing]) -> tuple[tuple[Checkp
         return None
     chain = recent_checkpoints.chain(newest) if not newest.is_compacted else None
     if chain is not None and len(chain.refs) % _READ_WHOLE_EVERY and _has_chain(chain, newest.store.at(".."), roots):
-        return (newest,) if len(chain.refs) == 1 else (chain.baseline, newest), head.history
+        return (*chain.checkpoints, newest), head.history
     try:
         lineage = read_lineage(newest.store)
     except LoadError:

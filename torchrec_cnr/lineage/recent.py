@@ -13,7 +13,8 @@ from cachetools import LRUCache
 from torchrec_cnr.format.manifest import MANIFEST_FILE, CheckpointRef, replacement_name
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Lineage
 
-_NUM_KEPT = 8  # for the jobs of this process
+_NUM_KEPT = 2  # more only help if a process saves several models alternately; each manifest may take 100 MB
+_NUM_TRANSFORMED = 4
 
 
 @dataclass(frozen=True)
@@ -23,10 +24,35 @@ class KnownChain:
     Attributes:
         baseline: Its baseline.
         refs: Its checkpoints, the baseline first.
+        transformed: The newest of them that have transforms of rows, oldest first; a delta may use these.
     """
 
     baseline: Checkpoint
     refs: tuple[CheckpointRef, ...]
+    transformed: tuple[Checkpoint, ...]
+
+    @classmethod
+    def of(cls, lineage: Lineage) -> "KnownChain":
+        """Return the chain of a lineage."""
+        refs = tuple(checkpoint.ref for checkpoint in lineage.checkpoints)
+        transformed = tuple(checkpoint for checkpoint in lineage.checkpoints if _has_transforms(checkpoint))
+        return cls(lineage.checkpoints[0], refs, transformed[-_NUM_TRANSFORMED:])
+
+    def extended(self, newest: Checkpoint) -> "KnownChain":
+        """Return the chain with one more checkpoint."""
+        transformed = (*self.transformed, newest) if _has_transforms(newest) else self.transformed
+        return KnownChain(self.baseline, (*self.refs, newest.ref), transformed[-_NUM_TRANSFORMED:])
+
+    @property
+    def checkpoints(self) -> tuple[Checkpoint, ...]:
+        """The checkpoints that are known, without the newest: the baseline, and those with transforms."""
+        older = (checkpoint for checkpoint in self.transformed if checkpoint.ref in self.refs[1:-1])
+        return (self.baseline, *older) if len(self.refs) > 1 else ()
+
+
+def _has_transforms(checkpoint: Checkpoint) -> bool:
+    tensors = checkpoint.manifest.tensors.values()
+    return any(shard.transform is not None for entry in tensors for shard in entry.shards)
 
 
 class RecentCheckpoints:
@@ -73,22 +99,21 @@ class RecentCheckpoints:
 
     def add_chain(self, lineage: Lineage) -> None:
         """Keep a chain that was read."""
-        refs = tuple(checkpoint.ref for checkpoint in lineage.checkpoints)
         with self._lock:
-            self._chains[refs[-1].sha256] = KnownChain(lineage.checkpoints[0], refs)
+            self._chains[lineage.newest.sha256] = KnownChain.of(lineage)
 
     def chain(self, newest: Checkpoint) -> KnownChain | None:
         """Return the chain of a checkpoint, if it is a baseline or if its parent's chain is known."""
         parent = newest.manifest.parent
         if parent is None:
-            chain = KnownChain(newest, (newest.ref,))
+            chain = KnownChain.of(Lineage((newest,)))
         else:
             with self._lock:
                 known = self._chains.get(newest.sha256) or self._chains.get(parent.sha256)
             if known is None:
                 return None
             is_own = known.refs[-1].sha256 == newest.sha256
-            chain = known if is_own else KnownChain(known.baseline, (*known.refs, newest.ref))
+            chain = known if is_own else known.extended(newest)
         with self._lock:
             self._chains[newest.sha256] = chain
         return chain

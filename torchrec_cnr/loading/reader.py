@@ -26,6 +26,7 @@ from torchrec_cnr.errors import CNRError, LoadError
 from torchrec_cnr.format.safe_pickle import serialized
 from torchrec_cnr.human_text import url_text
 from torchrec_cnr.lineage.checkpoint import Lineage, existing, read_lineage, read_objects
+from torchrec_cnr.lineage.recent import recent_checkpoints
 from torchrec_cnr.loading.planner import CNRLoadPlanner
 from torchrec_cnr.loading.read_items import LoadMetadata, item_regions
 from torchrec_cnr.progress import Progress
@@ -107,6 +108,7 @@ class CNRStorageReader(StorageReader):
             self._url = meta.checkpoint_id = store.url
             self._lineage = read_lineage(store).limited(self._bandwidth)
         except CNRError as error:
+            recent_checkpoints.forget()  # so that the next save looks at the whole chain
             self._failure = error
             return LoadMetadata({}, storage_meta=meta)
         return replace(LoadMetadata.of(self._lineage), storage_meta=meta)
