@@ -13,7 +13,7 @@ from cachetools import LRUCache
 from torchrec_cnr.format.manifest import MANIFEST_FILE, CheckpointRef, replacement_name
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Lineage
 
-_NUM_KEPT = 2  # more only help if a process saves several models alternately; each manifest may take 100 MB
+_NUM_KEPT = 2  # a larger number helps if a process saves several models alternately; a manifest may take 100 MB
 _NUM_TRANSFORMED = 4
 
 
