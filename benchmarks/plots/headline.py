@@ -18,11 +18,11 @@ BARS = {
     "exact": ("bytes, exact", TINTS["exact"]),
     "8-bit": ("bytes, 8-bit", TINTS["8"]),
     "4-bit": ("bytes, 4-bit", TINTS["4"]),
+    "transform-\ncoded": ("bytes, transform-coded, error of 4-bit", TINTS["4"]),
     "2-bit": ("bytes, 2-bit", TINTS["2"]),
-    "transform-coded": ("bytes, transform-coded, error of 4-bit", TINTS["4"]),
 }
 NUM_OTHERS = 2  # bars that are not ours
-NAME_OFFSET = 80  # pixels from the bars to the name of the library, which is left of the names of our bars
+NAME_OFFSET = 122  # pixels from the bars to the name of the library, which is left of the names of our bars
 LINES = {
     "ModelDeltaTracker, by hand": ("TorchRec deltas", OTHER, TEXT, "--"),
     "dcp.async_save": ("plain DCP", OTHER, TEXT, "-"),

@@ -3,7 +3,8 @@
 import logging
 import os
 import posixpath
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -203,8 +204,11 @@ def read_checkpoint(path: str | os.PathLike[str] | Store) -> Checkpoint:
         >>> checkpoint.kind, checkpoint.num_rows
         ('delta', 100)
     """
-    store = Store.open(path)
-    manifest_file = _read_manifest(store, MANIFEST_FILE)
+    return _read_checkpoint(Store.open(path), _read_manifest)
+
+
+def _read_checkpoint(store: Store, read: "_ReadManifest") -> Checkpoint:
+    manifest_file = read(store, MANIFEST_FILE)
     if manifest_file is None and store.row_log is not None:
         publish_marked(store.at(".."), [posixpath.basename(store.path)])
         manifest_file = _read_manifest(store, MANIFEST_FILE)
@@ -221,7 +225,7 @@ def read_checkpoint(path: str | os.PathLike[str] | Store) -> Checkpoint:
         )
     manifest, last_sha256 = committed, sha256
     chain: list[Manifest] = []
-    while (manifest_file := _read_manifest(store, replacement_name(last_sha256))) is not None:
+    while (manifest_file := read(store, replacement_name(last_sha256))) is not None:
         replacement, digest, size = manifest_file
         _check_replacement(replacement, manifest, last_sha256, store)
         manifest, last_sha256, num_bytes = replacement, digest, num_bytes + size
@@ -255,7 +259,11 @@ def _items(manifest: Manifest) -> dict[str, object]:
     return {**tensors, **{f"object {fqn!r}": True for fqn in manifest.objects}, **paths}
 
 
-def _read_manifest(store: Store, name: str) -> tuple[Manifest, str, int] | None:
+_ManifestFile = tuple[Manifest, str, int]
+_ReadManifest = Callable[[Store, str], _ManifestFile | None]
+
+
+def _read_manifest(store: Store, name: str) -> _ManifestFile | None:
     """Return a manifest, its digest and its size in bytes; None if it does not exist."""
     try:
         data = read_whole(store, name, manifest_json.MAX_MANIFEST_BYTES)
@@ -316,6 +324,25 @@ class Lineage:
             yield from entry.shards if entry else ()
 
 
+class _Ahead:
+    """Reads the manifest of each parent in a thread, while the caller looks for a replacement of the child's."""
+
+    def __init__(self, threads: Executor, since: str | None) -> None:
+        self._threads = threads
+        self._since = since
+        self._reads: dict[str, Future[_ManifestFile | None]] = {}
+
+    def read(self, store: Store, name: str) -> _ManifestFile | None:
+        """Return what :func:`_read_manifest` returns."""
+        ahead = self._reads.pop(store.url, None) if name == MANIFEST_FILE else None
+        found = _read_manifest(store, name) if ahead is None else ahead.result()
+        parent = found[0].parent if found is not None and name == MANIFEST_FILE else None
+        if parent is not None and parent.sha256 != self._since:
+            above = store.at(parent.path)
+            self._reads[above.url] = self._threads.submit(_read_manifest, above, MANIFEST_FILE)
+        return found
+
+
 def read_lineage(
     path: str | os.PathLike[str] | Store, *, since: str | None = None, is_as_committed: bool = False
 ) -> Lineage:
@@ -330,12 +357,18 @@ def read_lineage(
         DamagedError: A parent is missing, was replaced, or is its own ancestor.
         LoadError, StoreError: The checkpoint at ``path`` cannot be read; see :func:`read_checkpoint`.
     """
+    newest = Store.open(path)
+    with ThreadPoolExecutor(1, thread_name_prefix="cnr-manifests") as threads:  # which starts none for local files
+        read = _read_manifest if newest.is_local else _Ahead(threads, since).read
+        return _read_lineage(newest, since, is_as_committed, read)
 
+
+def _read_lineage(newest: Store, since: str | None, is_as_committed: bool, read_manifest: _ReadManifest) -> Lineage:
     def read(store: Store) -> Checkpoint:
-        checkpoint = read_checkpoint(store)
+        checkpoint = _read_checkpoint(store, read_manifest)
         return replace(checkpoint, manifest=checkpoint.committed) if is_as_committed else checkpoint
 
-    checkpoints = [read(Store.open(path))]
+    checkpoints = [read(newest)]
     seen_paths = {checkpoints[0].store.path}
     while (parent := checkpoints[-1].manifest.parent) is not None and parent.sha256 != since:
         child = checkpoints[-1].store.url

@@ -59,14 +59,21 @@ class RecentCheckpoints:
     """The checkpoints that this process has committed, and the chains that it has read, the most recent ones."""
 
     def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget everything: after a compaction, and in a forked child, where no thread would release the lock."""
         self._lock = threading.Lock()
         self._committed = LRUCache[str, Checkpoint](_NUM_KEPT)  # by path
         self._listed = LRUCache[str, Checkpoint](_NUM_KEPT)  # by digest
         self._chains = LRUCache[str, KnownChain](_NUM_KEPT)  # by the digest of the newest
+
+    def forget(self) -> None:
+        """Forget everything, so that the next save reads its whole chain: after a compaction or a failed load."""
+        with self._lock:
+            self._committed.clear()
+            self._listed.clear()
+            self._chains.clear()
+
+    def begin_again(self) -> None:
+        """Begin again in a forked child, where a thread that does not exist may hold the lock."""
+        self.__init__()  # type: ignore[misc]  # makes a new lock
 
     def add(self, checkpoint: Checkpoint) -> None:
         """Keep a checkpoint that this process has committed."""
@@ -120,4 +127,4 @@ class RecentCheckpoints:
 
 
 recent_checkpoints = RecentCheckpoints()
-os.register_at_fork(after_in_child=recent_checkpoints.forget)
+os.register_at_fork(after_in_child=recent_checkpoints.begin_again)

@@ -44,8 +44,7 @@ class CheckpointRows:
         first_turn: The number of its first turn, counted over all checkpoints.
         thread_count: Number of threads that read.
         transforms: The transforms that are known. Those of these rows are added.
-        holds_logs: Whether to read codes in a log together with the row numbers, and hold them until they are used. A
-            seek backwards in a log is slow.
+        holds_codes: Whether to read early codes together with the row numbers, and hold them until they are used.
 
     Raises:
         DamagedError: Bytes differ from those that were committed.
@@ -59,7 +58,7 @@ class CheckpointRows:
         thread_count: int,
         transforms: KnownTransforms,
         *,
-        holds_logs: bool,
+        holds_codes: bool,
     ) -> None:
         store, manifest = plan.checkpoint.store, plan.checkpoint.manifest
         self.plan = plan
@@ -68,8 +67,8 @@ class CheckpointRows:
         early_blobs = [(key, block.blob) for key, block in plan.row_blocks.items() if block.blob is not None]
         transform_blobs = transforms.missing(plan.transformed)
         early_blobs += transform_blobs.items()
-        if holds_logs:
-            early_blobs += [(key, read.blob) for key, read in plan.reads.items() if plan.is_in_log(read.blob)]
+        if holds_codes:
+            early_blobs += plan.early_codes.items()
         self._held = dict(self._packs.read(early_blobs))
         transforms.add(plan.transformed, {key: self._held.pop(key) for key in transform_blobs}, store.url)
         self._transforms = transforms
@@ -213,7 +212,7 @@ def fold(
         transforms.limit(shard for plan in window for shard in plan.transformed.values())
         first_turns = itertools.accumulate((plan.num_turns for plan in window), initial=1)
         checkpoints = [
-            CheckpointRows(plan, first_turn, thread_count, transforms, holds_logs=len(window) > 1)
+            CheckpointRows(plan, first_turn, thread_count, transforms, holds_codes=len(window) > 1)
             for plan, first_turn in zip(window, first_turns, strict=False)
         ]
         latest_writer = LatestWriter(checkpoints)

@@ -16,6 +16,8 @@ from torchrec_cnr.format.row_sets import Blob, RowBlock
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Lineage
 from torchrec_cnr.reading.regions import Region
 
+_SMALL_BYTES = 1 << 20  # of codes in files that are read with the row numbers, in one request instead of two
+
 
 @dataclass(frozen=True, eq=False)
 class BlobRead:
@@ -88,20 +90,27 @@ class CheckpointReads:
         """The number of turns."""
         return 1 + max((read.turn for read in self.reads.values()), default=-1)
 
-    def is_in_log(self, blob: Blob) -> bool:
-        """Return whether a blob is in a log, which should be read in order."""
-        return self.checkpoint.manifest.packs[blob.pack].log is not None
+    @cached_property
+    def early_codes(self) -> dict[str, Blob]:
+        """The codes to read together with the row numbers: those in logs, and those in files if they are few.
+
+        A log should be read in order. With small files, requests take longer than bytes.
+        """
+        packs = self.checkpoint.manifest.packs
+        in_logs = {key: read.blob for key, read in self.reads.items() if packs[read.blob.pack].log is not None}
+        in_files = {key: read.blob for key, read in self.reads.items() if key not in in_logs}
+        are_small = sum(blob.num_bytes for blob in in_files.values()) <= _SMALL_BYTES
+        return {**in_logs, **in_files} if are_small else in_logs
 
     def early_bytes(self, held: Collection[str]) -> int:
-        """Return the bytes to read and hold before the rows are known: row numbers, transforms, and all blobs in logs.
+        """Return the bytes to read and hold before the rows are known: row numbers, transforms, and early codes.
 
         Args:
             held: Digests of transforms and bases that are held for other checkpoints, and do not count.
         """
         rows = (block.blob.num_bytes for block in self.row_blocks.values() if block.blob is not None)
         transforms = (blob.num_bytes for digest, blob in self.transforms.items() if digest not in held)
-        in_logs = (read.blob.num_bytes for read in self.reads.values() if self.is_in_log(read.blob))
-        return sum(rows) + sum(transforms) + sum(in_logs)
+        return sum(rows) + sum(transforms) + sum(blob.num_bytes for blob in self.early_codes.values())
 
 
 def plan_fold(lineage: Lineage, regions: Sequence[Region]) -> list[CheckpointReads]:

@@ -28,7 +28,7 @@ from torchrec_cnr.quantization import Quantization
 from torchrec_cnr.tracking.modified_rows import ModifiedRows
 from torchrec_cnr.tracking.tracked_tables import TrackedRows, TrackedShard
 
-NUM_ROWS, NUM_QUICK_ROWS = 2_000_000, 20_000
+NUM_ROWS, NUM_QUICK_ROWS = 8_000_000, 20_000
 NUM_ROUNDS, NUM_QUICK_ROUNDS = 5, 1
 HEADS: tuple[Head, ...] = ("dot products", "DCN-v2")
 TABLE = "readers"
