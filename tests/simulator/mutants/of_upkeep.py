@@ -106,7 +106,7 @@ OF_UPKEEP: tuple[Mutant, ...] = (
     Mutant(
         "a save takes no lease on its parent, nor does its commit look for it",
         lambda: both(
-            replacing(plug_in_messages.WriterSave, "protect_base", lambda *_: True),
+            replacing(plug_in_messages.WriterSave, "protect_bases", lambda *_: True),
             replacing(writer, "commit", _commit_without_parent),
         ),
     ),
