@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import threading
 import time
 from pathlib import Path
 
@@ -16,9 +17,11 @@ from torchrec_cnr.errors import (
 )
 from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.format.manifest_parser import VERSION
+from torchrec_cnr.lineage import latest as newest
 from torchrec_cnr.lineage.checkpoint import committed
 from torchrec_cnr.lineage.latest import latest, newest_first
 from torchrec_cnr.storage.store import Store
+from torchrec_cnr.testing import FaultyStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -37,6 +40,23 @@ def test_latest_goes_by_time_not_by_name(root: TensorlessRoot) -> None:
     newest = max(times, key=lambda number: times[number])
     assert newest not in (9, 99)
     assert latest(root.url) == root.at(f"step-{newest}")
+
+
+def test_latest_reads_manifests_of_a_remote_store_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reader waits for the others here: one after another would never end."""
+    together = threading.Barrier(4, timeout=20)
+    really_read = newest.committed_ns
+
+    def read(store: Store, level: int) -> float | None:
+        together.wait()
+        return really_read(store, level)
+
+    with FaultyStore(tmp_path) as remote:
+        root = TensorlessRoot(remote.url)
+        for number in range(4):
+            root.commit(f"step-{number}", number + 1)
+        monkeypatch.setattr(newest, "committed_ns", read)
+        assert latest(root.url) == root.at("step-3")
 
 
 def test_latest_compares_times_as_numbers(root: TensorlessRoot) -> None:

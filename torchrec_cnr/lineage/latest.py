@@ -5,7 +5,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from torchrec_cnr.errors import CheckpointNotFoundError, ConfigurationError, DamagedError, StoreError, VersionError
 from torchrec_cnr.format import manifest_json
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 _PASSED_OVER = "skipped while looking for the latest checkpoint: %s"
 _LAST_NS = 3 << 60  # in the year 2079; times in a manifest end in 2116
+_NUM_THREADS = 16
 _START_BYTES = 512  # the beginning of a manifest file, which contains the time of its commit
 
 
@@ -73,9 +75,9 @@ def newest_first(
     refuse_file(directory)
     root_names = directory.names()
     names = [name for name in root_names if not is_fence(name) and marked_name(name) is None]
-    commit_times = {name: committed_ns(directory.at(name), logging.WARNING) for name in names}
+    commit_times = _commit_times(directory, names, logging.WARNING)
     published = publish_marked(directory, [name for name in names if commit_times[name] is None])
-    commit_times |= {name: committed_ns(directory.at(name), logging.WARNING) for name in published}
+    commit_times |= _commit_times(directory, published, logging.WARNING)
     candidates = [(at_ns, name) for name, at_ns in commit_times.items() if at_ns is not None]
     for _, name in sorted(candidates, reverse=True):
         try:
@@ -115,13 +117,22 @@ def newest_ns(root: Store) -> int:
         StoreError: The root cannot be listed, or a manifest cannot be read.
     """
     names = [name for name in root.names() if not is_fence(name) and marked_name(name) is None]
-    times_and_names = [(committed_ns(root.at(name), logging.DEBUG), name) for name in names]
+    commit_times = _commit_times(root, names, logging.DEBUG)
     now_ns = time.time_ns()
-    for at_ns, name in sorted(((at_ns, name) for at_ns, name in times_and_names if at_ns is not None), reverse=True):
+    for at_ns, name in sorted(
+        ((at_ns, name) for name, at_ns in commit_times.items() if at_ns is not None), reverse=True
+    ):
         if at_ns <= now_ns or (at_ns <= _LAST_NS and _is_valid(root.at(name))):
             return int(at_ns)
         logger.warning("ignored a checkpoint with a corrupt or impossible commit time: %s", url_text(root.at(name).url))
     return 0
+
+
+def _commit_times(root: Store, names: Collection[str], level: int) -> dict[str, float | None]:
+    """Return the commit time of each checkpoint, as :func:`committed_ns` does; from a remote store, many at a time."""
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="cnr-latest") as threads:  # begins none for local files
+        run = map if root.is_local else threads.map
+        return dict(zip(names, run(lambda name: committed_ns(root.at(name), level), names), strict=True))
 
 
 def _is_valid(store: Store) -> bool:
