@@ -10,8 +10,10 @@ import pytest
 import torchrec_cnr as cnr
 from tests.support import faults
 from tests.support.jobs import SavingJob
+from torchrec_cnr.errors import StoreError
 from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.lineage import intact
+from torchrec_cnr.storage.files import Listing
 from torchrec_cnr.storage.store import Store
 from torchrec_cnr.testing import FaultyStore
 
@@ -87,6 +89,86 @@ def test_a_link_that_was_removed_is_noticed(
     assert [cnr.read_checkpoint(job.path(step)).kind for step in range(6, 12)] == ["baseline", *5 * ["delta"]]
     job.assert_loads(6)
     job.assert_loads(11)
+    job.close()
+
+
+@pytest.mark.parametrize("removed", ["", "0", "1"])
+def test_a_link_in_another_root_that_was_removed_is_noticed(
+    tmp_path: Path, removed: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Or the whole root: no save lists it for another reason."""
+    job = SavingJob(tmp_path / "first")
+    job.train_and_save(0, 1)
+    job.root = str(tmp_path / "second")
+    job.train_and_save(2, 3)
+    shutil.rmtree(tmp_path / "first" / removed)
+    job.train_and_save(4, 5)
+    assert caplog.text.count("is missing, corrupt or was replaced: this save is a baseline") == 1
+    job.assert_loads(4)
+    job.assert_loads(5)
+    job.close()
+
+
+def test_a_restored_job_goes_on_in_a_root_that_cannot_be_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its saves read their whole chain."""
+    job = SavingJob(tmp_path)
+    job.train_and_save(0, 1)
+    job.restore(1)
+    listing = Store.listing
+
+    def refusing(store: Store) -> Listing:
+        if store.url == str(tmp_path):
+            raise StoreError("forbidden")
+        return listing(store)
+
+    monkeypatch.setattr(Store, "listing", refusing)
+    job.train_and_save(2, 3, 4)
+    assert cnr.read_checkpoint(job.path(4)).kind == "delta"
+    job.assert_loads(4)
+    job.close()
+
+
+def test_a_copied_chain_is_looked_up_where_it_was_copied_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The same process has saved the original, of which all checkpoints are there."""
+    job = SavingJob(tmp_path / "original")
+    job.train_and_save(0, 1, 2)
+    shutil.copytree(job.root, tmp_path / "copy")
+    job.root = str(tmp_path / "copy")
+    job.restore(2)
+    shutil.rmtree(job.path(1))
+    job.train_and_save(3, 4)
+    assert caplog.text.count("is missing, corrupt or was replaced: this save is a baseline") == 1
+    job.assert_loads(3)
+    job.assert_loads(4)
+    job.close()
+
+
+@pytest.mark.parametrize("is_resolved", [False, True], ids=["next save", "resolved before"])
+def test_a_latest_checkpoint_that_was_replaced_is_noticed(
+    tmp_path: Path, is_resolved: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Although the manifest of the other one has the same size; and also if a manager has seen the own one before."""
+    with SavingJob(tmp_path / "other", seed=2) as other:
+        other.train_and_save(0, 1)
+    job = SavingJob(tmp_path / "own", seed=1)
+    job.train_and_save(0)
+    job.train()
+    job.save(1, key_that_makes_the_manifest_longer=1)
+    if is_resolved:
+        job.planner.resolve_last_save()
+    manifest = Path(job.path(1), MANIFEST_FILE)
+    num_bytes = manifest.stat().st_size
+    shutil.rmtree(manifest.parent)
+    shutil.copytree(other.path(1), manifest.parent)
+    manifest.write_bytes(manifest.read_bytes().ljust(num_bytes))
+    assert manifest.stat().st_size == num_bytes
+    job.train_and_save(2, 3)
+    job.assert_loads(2)
+    job.assert_loads(3)
+    is_baseline = "is missing, corrupt or was replaced: this save is a baseline" in caplog.text
+    assert is_baseline == is_resolved, "otherwise the rows of the lost save are saved again, on top of the older one"
     job.close()
 
 

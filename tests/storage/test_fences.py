@@ -1,6 +1,7 @@
 """Fences: of several jobs that save to one root, the one that came last goes on, and the others are told."""
 
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -98,6 +99,36 @@ def test_who_loads_again_may_go_on(new_job: Callable[[], OtherJob]) -> None:
     first.restore()
     first.save("4")
     assert_fenced(second, "5")
+
+
+@pytest.mark.parametrize("num_saves", [1, 3])
+def test_a_zombie_is_refused_in_a_root_that_its_replacement_has_made_again(
+    new_job: Callable[[], OtherJob], num_saves: int
+) -> None:
+    """Fences of both have the same name then."""
+    zombie, replacement = new_job(), new_job()
+    for number in range(num_saves):
+        zombie.save(f"step-{number}")
+    shutil.rmtree(zombie.root)
+    replacement.save("step-0")
+    assert_fenced(zombie, "zombie")
+    replacement.save("step-1")
+    replacement.assert_loads("step-1")
+
+
+def test_a_job_goes_on_in_a_root_that_was_removed(new_job: Callable[[], OtherJob]) -> None:
+    """It creates its fence again, so that a job that comes later is seen as such."""
+    job = new_job()
+    job.save("step-0")
+    job.save("step-1")
+    shutil.rmtree(job.root)
+    job.save("step-2")
+    job.save("step-3")
+    job.assert_loads("step-3")
+    later = new_job()
+    later.restore("step-3")
+    later.save("step-4")
+    assert_fenced(job, "zombie")
 
 
 def test_a_job_that_comes_in_mid_save_wins(new_job: Callable[[], OtherJob], monkeypatch: pytest.MonkeyPatch) -> None:

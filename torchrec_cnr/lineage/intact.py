@@ -3,7 +3,7 @@
 import posixpath
 from collections.abc import Mapping, Sequence
 
-from torchrec_cnr.errors import LoadError
+from torchrec_cnr.errors import LoadError, StoreError
 from torchrec_cnr.format.manifest import CheckpointRef, History, own_bytes
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Head, Lineage, read_checkpoint, read_lineage
 from torchrec_cnr.lineage.recent import KnownChain, recent_checkpoints
@@ -13,22 +13,26 @@ from torchrec_cnr.storage.store import Store
 _READ_WHOLE_EVERY = 16  # saves; the others read only the manifests that this process does not know
 
 
-def intact_chain(head: Head, roots: Mapping[str, Listing]) -> tuple[tuple[Checkpoint, ...], History] | None:
+def intact_chain(
+    head: Head, roots: Mapping[str, Listing], newest: Checkpoint | None = None
+) -> tuple[tuple[Checkpoint, ...], History] | None:
     """Return the chain of the latest checkpoint, as far as it is known, and its history; None if any of it is lost.
 
     To limit requests, only one of every ``_READ_WHOLE_EVERY`` saves reads all manifests, and the first one after a
     compaction by this process. The others look whether the latest checkpoint is unchanged, and whether no directory was
-    removed from the root.
+    removed from its root.
 
     Args:
         head: The latest checkpoint.
         roots: The roots that were listed for this save, by URL.
+        newest: The latest checkpoint, if it is known to be unchanged.
     """
-    newest = recent_checkpoints.take_unchanged(head.ref) or intact_checkpoint(head.ref)
+    if newest is None or newest.ref != head.ref:
+        newest = intact_checkpoint(head.ref)
     if newest is None:
         return None
     chain = recent_checkpoints.chain(newest) if not newest.is_compacted else None
-    if chain is not None and len(chain.refs) % _READ_WHOLE_EVERY and _has_chain(chain, newest.store.at(".."), roots):
+    if chain is not None and len(chain.refs) % _READ_WHOLE_EVERY and _has_chain(chain, roots):
         return (*chain.checkpoints, newest), head.history
     try:
         lineage = read_lineage(newest.store)
@@ -38,11 +42,19 @@ def intact_chain(head: Head, roots: Mapping[str, Listing]) -> tuple[tuple[Checkp
     return (lineage.checkpoints, _history(head, lineage)) if _has_directories(lineage.checkpoints, {}) else None
 
 
-def _has_chain(chain: KnownChain, root: Store, roots: Mapping[str, Listing]) -> bool:
-    """Return whether the directories of a chain's checkpoints, and those that its baseline uses, are in their roots."""
-    root_urls = {root.at(name).url for name in _names(root, roots)}
-    paths_in_root = {ref.path for ref in chain.refs if posixpath.dirname(ref.path) == root.url}
-    return paths_in_root <= root_urls and _has_directories([chain.baseline], roots)
+def _has_chain(chain: KnownChain, roots: Mapping[str, Listing]) -> bool:
+    """Return whether the directories of a chain's checkpoints, and those that its baseline uses, are in their roots.
+
+    If a root cannot be listed, this is unknown, and false.
+    """
+    paths = [ref.path for ref in chain.refs]
+    stores = {posixpath.dirname(path): Store.open(path).at("..") for path in paths}
+    try:
+        names = {url: _names(root, roots) for url, root in stores.items()}
+        are_there = all(posixpath.basename(path) in names[posixpath.dirname(path)] for path in paths)
+        return are_there and _has_directories([chain.baseline], roots)
+    except StoreError:
+        return False
 
 
 def _has_directories(checkpoints: Sequence[Checkpoint], roots: Mapping[str, Listing]) -> bool:

@@ -1,7 +1,7 @@
 """The checkpoints that this process has committed, and the chains that it has read, so that a save need not read them.
 
-A manifest never changes. So a listing of its directory shows whether a checkpoint is still there, and whether a
-compaction has replaced its manifest.
+A manifest never changes, and the names of its data files contain the id of its save. So a listing of its directory
+shows whether a checkpoint is still there, and whether a compaction has replaced its manifest.
 """
 
 import os
@@ -55,6 +55,18 @@ def _has_transforms(checkpoint: Checkpoint) -> bool:
     return any(shard.transform is not None for entry in tensors for shard in entry.shards)
 
 
+def _is_unchanged(checkpoint: Checkpoint) -> bool:
+    """Return whether a listing shows a checkpoint of this process, with its data files, and as it was committed.
+
+    Another job may have saved a checkpoint of this name, with a manifest of the same size.
+    """
+    files = checkpoint.store.listing().files
+    own_packs = [pack for pack in checkpoint.manifest.packs if pack.directory is None]
+    expected_sizes = {MANIFEST_FILE: checkpoint.manifest_bytes, **{pack.name: pack.num_bytes for pack in own_packs}}
+    is_there = len(own_packs) > 0 and expected_sizes.items() <= files.items()
+    return is_there and replacement_name(checkpoint.sha256) not in files
+
+
 class RecentCheckpoints:
     """The checkpoints that this process has committed, and the chains that it has read, the most recent ones."""
 
@@ -62,7 +74,7 @@ class RecentCheckpoints:
         self._lock = threading.Lock()
         self._committed = LRUCache[str, Checkpoint](_NUM_KEPT)  # by path
         self._listed = LRUCache[str, Checkpoint](_NUM_KEPT)  # by digest
-        self._chains = LRUCache[str, KnownChain](_NUM_KEPT)  # by the digest of the newest
+        self._chains = LRUCache[CheckpointRef, KnownChain](_NUM_KEPT)  # by the newest
 
     def forget(self) -> None:
         """Forget everything, so that the next save reads its whole chain: after a compaction or a failed load."""
@@ -90,24 +102,38 @@ class RecentCheckpoints:
             checkpoint = self._committed.get(path)
         if checkpoint is None or checkpoint.committed.save_id != save_id:
             return None
-        files = checkpoint.store.listing().files
-        is_there = files.get(MANIFEST_FILE) == checkpoint.manifest_bytes
-        if not is_there or replacement_name(checkpoint.sha256) in files:
+        if not _is_unchanged(checkpoint):
             return None
         with self._lock:
             self._listed[checkpoint.sha256] = checkpoint
         return checkpoint
 
-    def take_unchanged(self, ref: CheckpointRef) -> Checkpoint | None:
-        """Return the checkpoint that :meth:`unchanged` has returned for this save; the next save must list it again."""
+    def begin_save(self, newest: CheckpointRef) -> None:
+        """List the latest checkpoint again for a new save, even if a listing has shown it since it was committed."""
         with self._lock:
-            checkpoint: Checkpoint | None = self._listed.pop(ref.sha256, None)
-        return checkpoint if checkpoint is not None and checkpoint.ref == ref else None
+            self._listed.pop(newest.sha256, None)
+
+    def take_unchanged(self, ref: CheckpointRef) -> Checkpoint | None:
+        """Return what this process has committed, if a listing for this save shows it; None if it must be read.
+
+        It is listed here, unless :meth:`unchanged` has done so since :meth:`begin_save`.
+
+        Raises:
+            StoreError: The store does not answer.
+        """
+        with self._lock:
+            listed: Checkpoint | None = self._listed.pop(ref.sha256, None)
+            checkpoint = self._committed.get(ref.path)
+        if listed is not None and listed.ref == ref:
+            return listed
+        if checkpoint is None or checkpoint.ref != ref:
+            return None
+        return checkpoint if _is_unchanged(checkpoint) else None
 
     def add_chain(self, lineage: Lineage) -> None:
         """Keep a chain that was read."""
         with self._lock:
-            self._chains[lineage.newest.sha256] = KnownChain.of(lineage)
+            self._chains[lineage.newest.ref] = KnownChain.of(lineage)
 
     def chain(self, newest: Checkpoint) -> KnownChain | None:
         """Return the chain of a checkpoint, if it is a baseline or if its parent's chain is known."""
@@ -115,14 +141,16 @@ class RecentCheckpoints:
         if parent is None:
             chain = KnownChain.of(Lineage((newest,)))
         else:
+            parent_ref = CheckpointRef(newest.store.at(parent.path).url, parent.sha256)
             with self._lock:
-                known = self._chains.get(newest.sha256) or self._chains.get(parent.sha256)
-            if known is None:
+                own, known = self._chains.get(newest.ref), self._chains.get(parent_ref)
+            if own is None and known is not None:
+                own = known.extended(newest)
+            if own is None:
                 return None
-            is_own = known.refs[-1].sha256 == newest.sha256
-            chain = known if is_own else known.extended(newest)
+            chain = own
         with self._lock:
-            self._chains[newest.sha256] = chain
+            self._chains[newest.ref] = chain
         return chain
 
 

@@ -249,6 +249,8 @@ class Cuts:
             SaveError: The previous save does not end.
         """
         with self._alone(timeout_secs):
+            if self.tracker.head is not None:
+                recent_checkpoints.begin_save(self.tracker.head.ref)
             self._resolve_last_save(timeout_secs)
             if self.tracker.head is not self._head:  # after a restore, no tensor of the state was saved yet
                 self._states.clear()

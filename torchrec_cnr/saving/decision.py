@@ -205,6 +205,7 @@ def choose_base(
     baseline: CheckpointRef | None,
     store: Store | None,
     root: Listing | None = None,
+    latest: Checkpoint | None = None,
 ) -> Base | None:
     """Return what the next save is based on, or None if it is a baseline.
 
@@ -215,6 +216,7 @@ def choose_base(
         baseline: The newest baseline of its chain that a rank knows.
         store: Destination of the save.
         root: Content of its root, if it was listed for this save.
+        latest: The latest checkpoint, if a listing has shown for this save that it is unchanged.
 
     Raises:
         StoreError: The store does not answer.
@@ -228,7 +230,7 @@ def choose_base(
     if set(heads) != {head.ref}:
         logger.warning("ranks are based on different checkpoints (%s): this save is a baseline", _paths(heads))
         return None
-    head_and_history = intact_chain(head, {store.at("..").url: root} if root is not None else {})
+    head_and_history = intact_chain(head, {store.at("..").url: root} if root is not None else {}, latest)
     if head_and_history is None:
         logger.warning(
             "%s or a checkpoint that it is based on is missing, corrupt or was replaced: this save is a baseline",

@@ -180,12 +180,12 @@ class PlannedSave(DefaultSavePlanner):
         """Return what the save is based on, protected from pruning by a lease; None if the save is a baseline."""
         meta, heads = self._meta, [rank.head for rank in data]
         store = meta.store if meta is not None else None
-        root = meta.writing.root if meta is not None else None
+        root, latest = (meta.writing.root, meta.writing.latest) if meta is not None else (None, None)
         for _ in range(_MAX_CHOICES):
-            base = choose_base(policy, self.cut.head, heads, newest_baseline(data), store, root)
+            base = choose_base(policy, self.cut.head, heads, newest_baseline(data), store, root, latest)
             if base is None or meta is None or meta.writing.protect_bases(base.used):
                 return base
-            root = None  # a prune has changed it since it was listed
+            root = latest = None  # a prune has changed them since they were listed
         return None  # each was pruned after it was chosen, and before the lease
 
     @paused_gc()

@@ -177,6 +177,7 @@ class WriterSave:
         rank: This process's rank.
         is_coordinator: Whether this rank commits.
         destination: On the coordinator, the directory of the checkpoint, and the content of its root.
+        latest: On the coordinator, the latest checkpoint, if a listing has shown for this save that it is unchanged.
         lease: On the coordinator, protects the files of the checkpoint from pruning.
         bases: On the coordinator, the checkpoints that this save is based on, the parent first; none for a baseline.
         fence: On the coordinator, the fence of the job, if the planner has a tracker.
@@ -193,6 +194,7 @@ class WriterSave:
     rank: int = 0
     is_coordinator: bool = False
     destination: Destination | None = None
+    latest: Checkpoint | None = None
     lease: Lease | None = None
     bases: Sequence[Checkpoint] = ()
     fence: Fence | None = None

@@ -270,9 +270,11 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         save.store.make()
         if save.destination is not None:
             save.destination.refuse_other_format()
-            if is_tracked:  # before the check of the id, which a newer job has often taken, too
+            if data is not None and is_tracked:  # before the check of the id, which a newer job has often taken, too
                 save.fence = fence_of(save.store)
-                save.fence.claim(save.destination.root)
+                save.latest = recent_checkpoints.take_unchanged(data.head) if data.head is not None else None
+                is_in_root = save.latest is not None and save.latest.store.at("..").url == save.store.at("..").url
+                save.fence.claim(save.destination.root if is_in_root else None)
             save.destination.refuse_committed()
         if save.is_coordinator:
             save.lease = Lease.take(save.store, "save")

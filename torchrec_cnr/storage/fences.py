@@ -48,7 +48,9 @@ class Fence:
         """Create this job's fence unless it exists already, and check that it is the highest.
 
         Args:
-            listing: The content of the root, if it was listed in this moment. It saves requests.
+            listing: The content of the root, if it was listed in this moment. It saves requests. Pass it only if the
+                root has a checkpoint of this process: otherwise another job may have removed the root and made it
+                again, with a fence of the same name.
 
         Raises:
             FencedError: Another job has created this fence, or a higher one.
