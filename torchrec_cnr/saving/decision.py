@@ -251,15 +251,22 @@ def choose_base(
     if parent is None:
         logger.warning("%s is missing, corrupt or was replaced: this save is a baseline", baseline.path)
         return None
-    if store.row_log is not None and not _holds_rows(store.row_log, head, newest, parent):
-        logger.warning("rows of %s are not in topic %r: this save is a baseline", head.ref.path, store.row_log.topic)
-        return None
-    if relative_path(store, parent.store.url) is None:
-        logger.info("no relative path leads to %s from %s: this save is a baseline", parent.store.url, store.url)
+    if not _is_usable(parent, store, head, newest):
         return None
     keeps_blocks = parent is not newest and store.row_log is not None and store.row_log.block_bytes is not None
     reused = newest if keeps_blocks and _parts_of(newest, store) else None
     return Base(since, chain if parent is newest else (parent,), history, reused)
+
+
+def _is_usable(parent: Checkpoint, store: Store, head: Head, newest: Checkpoint) -> bool:
+    """Return whether a delta in ``store`` can be based on a checkpoint, which exists; log why not."""
+    if store.row_log is not None and not _holds_rows(store.row_log, head, newest, parent):
+        logger.warning("rows of %s are not in topic %r: this save is a baseline", head.ref.path, store.row_log.topic)
+        return False
+    if relative_path(store, parent.store.url) is None:
+        logger.info("no relative path leads to %s from %s: this save is a baseline", parent.store.url, store.url)
+        return False
+    return True
 
 
 def _holds_rows(row_log: RowLog, head: Head, newest: Checkpoint, parent: Checkpoint) -> bool:
