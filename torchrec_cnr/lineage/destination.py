@@ -80,10 +80,7 @@ class Destination:
             CheckpointExistsError: There is one.
             StoreError: The store does not answer.
         """
-        if not self.is_new and self.store.exists(_DCP_METADATA):
-            raise CheckpointExistsError(
-                f"{self.store.url} contains a checkpoint in DCP's own format; save under another checkpoint_id"
-            )
+        self._refuse(_DCP_METADATA, "contains a checkpoint in DCP's own format; save under another checkpoint_id")
 
     def refuse_committed(self) -> None:
         """Refuse to save over a committed checkpoint.
@@ -92,11 +89,12 @@ class Destination:
             CheckpointExistsError: There is one.
             StoreError: The store does not answer.
         """
-        if not self.is_new and self.store.exists(MANIFEST_FILE):
-            raise CheckpointExistsError(
-                f"{self.store.url} already contains a committed checkpoint; save under another checkpoint_id, or "
-                "with a manager, at another step"
-            )
+        advice = "save under another checkpoint_id, or with a manager, at another step"
+        self._refuse(MANIFEST_FILE, f"already contains a committed checkpoint; {advice}")
+
+    def _refuse(self, name: str, problem: str) -> None:
+        if not self.is_new and self.store.exists(name):
+            raise CheckpointExistsError(f"{self.store.url} {problem}")
 
 
 def contains_checkpoints(store: Store) -> bool:
