@@ -1,7 +1,7 @@
 """Whether a checkpoint and its chain are still there, so that a save can be based on it."""
 
 import posixpath
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torchrec_cnr.errors import LoadError, StoreError
 from torchrec_cnr.format.manifest import CheckpointRef, History, own_bytes
@@ -47,12 +47,10 @@ def _has_chain(chain: KnownChain, roots: Mapping[str, Listing]) -> bool:
 
     If a root cannot be listed, this is unknown, and false.
     """
-    paths = [ref.path for ref in chain.refs]
-    stores = {posixpath.dirname(path): Store.open(path).at("..") for path in paths}
     try:
-        names = {url: _names(root, roots) for url, root in stores.items()}
-        are_there = all(posixpath.basename(path) in names[posixpath.dirname(path)] for path in paths)
-        return are_there and _has_directories([chain.baseline], roots)
+        return _are_there([Store.open(ref.path) for ref in chain.refs], roots) and _has_directories(
+            [chain.baseline], roots
+        )
     except StoreError:
         return False
 
@@ -64,9 +62,16 @@ def _has_directories(checkpoints: Sequence[Checkpoint], roots: Mapping[str, List
         for path in {pack.directory for pack in link.manifest.packs if pack.directory is not None and pack.log is None}:
             directory = link.store.at(path)
             directories[directory.url] = directory
-    parents = {posixpath.dirname(url): directory.at("..") for url, directory in directories.items()}
+    return _are_there(directories.values(), roots)
+
+
+def _are_there(directories: Collection[Store], roots: Mapping[str, Listing]) -> bool:
+    """Return whether directories are in their roots, each of which is listed once."""
+    parents = {posixpath.dirname(directory.url): directory.at("..") for directory in directories}
     names = {url: _names(root, roots) for url, root in parents.items()}
-    return all(posixpath.basename(url) in names[posixpath.dirname(url)] for url in directories)
+    return all(
+        posixpath.basename(directory.url) in names[posixpath.dirname(directory.url)] for directory in directories
+    )
 
 
 def _names(root: Store, roots: Mapping[str, Listing]) -> frozenset[str]:
