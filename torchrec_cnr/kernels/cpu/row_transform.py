@@ -12,9 +12,11 @@ from numba import njit
 
 from torchrec_cnr.kernels.cpu.compiling import Kernel
 from torchrec_cnr.kernels.cpu.lanes import LANES, exact_times_plus, floats, rounded, spread, spread_double, where, whole
-from torchrec_cnr.kernels.cpu.memory import element, load, put_element, store
+from torchrec_cnr.kernels.cpu.memory import CACHE_LINE_BYTES, element, load, prefetch_far, put_element, store
 
 MOST = 32767  # the largest multiple of a step
+
+_ROWS_AHEAD = 32  # rows are prefetched while this many before them are transformed
 
 
 class PaddedBasis(NamedTuple):
@@ -102,9 +104,12 @@ def forward(
         is_exact: bool [n], written: the rows with a value that is NaN or above ``most_value``, or with a component of
             more than `MOST` steps.
     """
-    width = len(values) // 4
+    width, line_cols = len(values) // 4, CACHE_LINE_BYTES // table.itemsize
     for first in range(0, len(rows), 4):
         for lane in range(4):
+            ahead = rows[min(first + lane + _ROWS_AHEAD, len(rows) - 1)] * row_stride
+            for column in range(0, num_cols, line_cols):
+                prefetch_far(table, ahead + column)
             start = rows[min(first + lane, len(rows) - 1)] * row_stride
             for column in range(num_cols):
                 values[lane * width + column] = element(table, start + column)
