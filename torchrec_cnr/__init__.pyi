@@ -61,6 +61,7 @@ from .reading.load_table import load_table
 from .saving.planner import CNRSavePlanner
 from .saving.writer import CNRStorageWriter
 from .serving import Applied, Commit, Commits, Lag, RootCommits, RowSubscriber
+from .storage.local_copies import LocalCopies
 from .tracking.row_tracker import RowTracker
 from .version import __version__
 
@@ -103,6 +104,7 @@ __all__ = [
     "LeastSquares",
     "LoadError",
     "LoadReport",
+    "LocalCopies",
     "NoQuantization",
     "OneShot",
     "ParamGroups",

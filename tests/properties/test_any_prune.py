@@ -156,7 +156,7 @@ def _prune_and_compare(model: Model, keep: Keep) -> None:
     assert result.freed_bytes == plan.freed_bytes == sum(before.values()) - sum(after.values())
     assert plan.left_bytes == sum(after.values())
     assert root.directories() >= {directory for directory, _ in after if directory}
-    if root.store.has_directories:
+    if root.store.is_local:
         assert root.directories() == {directory for directory, _ in after if directory}
     root.assert_loads(kept)
     again = plan_prune(root.url, keep, now_ns=model.now_ns)

@@ -12,6 +12,7 @@ The calls of one ``dcp.load``, in order, and the ranks on which DCP makes them:
 
 import os
 import uuid
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,6 +37,7 @@ from torchrec_cnr.reading.regions import Region, TensorRegion, turns
 from torchrec_cnr.reading.transforms import KnownTransforms
 from torchrec_cnr.sharding import wait_for_devices
 from torchrec_cnr.storage.leases import Lease
+from torchrec_cnr.storage.local_copies import LocalCopies
 from torchrec_cnr.storage.pack_writer import check_thread_count
 from torchrec_cnr.storage.row_log import RowLog
 from torchrec_cnr.storage.store import Store
@@ -50,6 +52,8 @@ class CNRStorageReader(StorageReader):
         path: The checkpoint, a path or fsspec URL; usually ``latest(root)``.
         thread_count: Number of requests in parallel. Each takes up to 16 MiB of memory.
         max_bytes_per_sec: Bytes per second that each rank reads at most, as an average over requests.
+        local: A directory of this host, or ``LocalCopies``, as for the writer: rows are read from there if they are
+            there, and otherwise from the store.
         row_log: Kafka topic of the rows of deltas (``KafkaRows``), if the writer used one.
         progress: Function that this rank calls with the number of bytes of rows read, and their total. If inference
             tables are converted in several turns, the count begins again in each.
@@ -72,6 +76,7 @@ class CNRStorageReader(StorageReader):
         *,
         thread_count: int = 2,
         max_bytes_per_sec: float | None = None,
+        local: str | os.PathLike[str] | LocalCopies | None = None,
         row_log: RowLog | None = None,
         progress: Progress | None = None,
     ) -> None:
@@ -79,6 +84,7 @@ class CNRStorageReader(StorageReader):
         check_thread_count(thread_count)
         self._thread_count = thread_count
         self._bandwidth = Bandwidth(max_bytes_per_sec)
+        self._copies = LocalCopies.of(local)
         self._progress = progress
         self._log = row_log
         if row_log is not None:
@@ -104,7 +110,7 @@ class CNRStorageReader(StorageReader):
         meta = StorageMeta(checkpoint_id=self._url, load_id=self._load_id)
         self._lineage = self._failure = None
         try:
-            store = Store.open(self._url, row_log=self._log)
+            store = replace(Store.open(self._url, row_log=self._log), copies=self._copies)
             self._url = meta.checkpoint_id = store.url
             self._lineage = read_lineage(store).limited(self._bandwidth)
         except CNRError as error:
@@ -135,7 +141,8 @@ class CNRStorageReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Merge the checkpoint chain into the planner's tensors, and pass it the objects."""
         try:
-            with telemetry.operation("load", checkpoint=self._url):
+            logged = nullcontext() if self._copies is None else self._copies.logged(self._url)
+            with telemetry.operation("load", checkpoint=self._url), logged:
                 self._read_data(plan, planner)
         finally:
             self._end_lease()

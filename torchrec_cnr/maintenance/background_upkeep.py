@@ -9,6 +9,7 @@ import concurrent.futures.thread  # noqa: F401 - registers its exit handler firs
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from torchrec_cnr import telemetry
@@ -23,6 +24,7 @@ from torchrec_cnr.maintenance.pruning.plan import plan_prune
 from torchrec_cnr.maintenance.pruning.retention import Keep, check_keep
 from torchrec_cnr.policies import MAX_RATIO
 from torchrec_cnr.storage.leases import leased
+from torchrec_cnr.storage.local_copies import LocalCopies
 from torchrec_cnr.storage.pack_writer import PACK_BYTES
 from torchrec_cnr.storage.row_log import RowLog
 from torchrec_cnr.storage.store import Store
@@ -45,6 +47,7 @@ class Upkeep:
         max_ratio: The bytes that a restore may read, per byte that it needs.
         pack_bytes: The approximate size of new data files in bytes.
         row_log: The Kafka topic that contains the rows of deltas, if they are not in files.
+        copies: Local copies, from which compactions read, and to which they write.
         progress: Called with the operation ("compact" or "prune"), the amount done and the total, in bytes or files.
 
     Attributes:
@@ -59,11 +62,13 @@ class Upkeep:
         max_ratio: float = MAX_RATIO,
         pack_bytes: int = PACK_BYTES,
         row_log: RowLog | None = None,
+        copies: LocalCopies | None = None,
         progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     ) -> None:
         check_keep(keep)
         self._root = root
         self._log = row_log
+        self._copies = copies
         self._keep = keep
         self._compacts = compacts
         self._max_ratio = max_ratio
@@ -110,7 +115,7 @@ class Upkeep:
         while (path := self._next()) is not None:
             try:
                 with telemetry.operation("maintenance", checkpoint=path):
-                    self.run_for(read_checkpoint(Store.open(path, row_log=self._log)))
+                    self.run_for(read_checkpoint(replace(Store.open(path, row_log=self._log), copies=self._copies)))
             except CheckpointNotFoundError as error:
                 logger.info("%s needs no maintenance any more because it was pruned: %s", path, error)
             except BaseException as error:  # the thread must not end: nothing else compacts and prunes
@@ -192,7 +197,7 @@ class Upkeep:
             Whether nothing is left to compact.
         """
         with leased(checkpoint.store, "compact") as lease:
-            plan = plan_compaction(checkpoint.store.url, max_ratio=self._max_ratio, empties_log=True, row_log=self._log)
+            plan = plan_compaction(checkpoint.store, max_ratio=self._max_ratio, empties_log=True, row_log=self._log)
             max_moved_bytes = round(MOVED_SHARE * plan.live_bytes)
             if plan.moved_bytes > max_moved_bytes:
                 plan = plan.restricted(max_moved_bytes)

@@ -10,7 +10,9 @@ import posixpath
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-from torchrec_cnr.errors import CheckpointNotFoundError, CNRError, StoreError
+from torch.distributed.checkpoint.api import CheckpointException
+
+from torchrec_cnr.errors import CheckpointExistsError, CheckpointNotFoundError, CNRError, StoreError
 from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.lineage.abandoned import mark_abandoned
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Head, read_checkpoint
@@ -19,6 +21,7 @@ from torchrec_cnr.lineage.latest import newest_first
 from torchrec_cnr.maintenance.background_upkeep import Upkeep
 from torchrec_cnr.manager.ranks import RunRanks
 from torchrec_cnr.manager.restore import NAME
+from torchrec_cnr.saving.plug_in_messages import CommittedSize
 from torchrec_cnr.storage.leases import Lease
 from torchrec_cnr.storage.row_log import RowLog
 from torchrec_cnr.storage.store import Store
@@ -50,6 +53,28 @@ class Continuation:
         """Return the path of the checkpoint of a step, under a name that no other checkpoint has."""
         names = (f"step-{step}" if number == 1 else f"step-{step}-{number}" for number in itertools.count(1))
         return posixpath.join(self._root.url, next(name for name in names if name not in self._taken))
+
+    def is_committed(self, step: int, error: CheckpointException) -> bool:
+        """Return whether a save was refused because the previous attempt, which seemed to fail, committed it."""
+        is_existing = all(isinstance(failure, CheckpointExistsError) for failure, _ in error.failures.values())
+        head, path = self._tracker.head, Store.open(self.path(step)).path
+        return is_existing and head is not None and head.ref.path == path
+
+    def size_of(self, path: str) -> CommittedSize:
+        """Return the size of a checkpoint, which rank 0 reads.
+
+        Raises:
+            CNRError: It cannot be read.
+        """
+        size: CommittedSize = self._ranks.decide(self._size_of(path) if self._ranks.rank == 0 else None)
+        return size
+
+    def _size_of(self, path: str) -> CommittedSize | CNRError:
+        try:
+            checkpoint = read_checkpoint(replace(self._root, path=Store.open(path).path))
+        except CNRError as error:
+            return error
+        return CommittedSize.of(checkpoint.committed, checkpoint.manifest_bytes)
 
     def restored(self, step: int, chosen: str | None) -> None:
         """Continue from the checkpoint of a step that was loaded; ``chosen`` is its path if it was loaded by name.

@@ -19,9 +19,8 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from torchrec_cnr import telemetry
 from torchrec_cnr.arguments import check_count, check_secs, check_type
-from torchrec_cnr.errors import CheckpointExistsError, CNRError, ConfigurationError, SaveError, StoreError
+from torchrec_cnr.errors import CNRError, ConfigurationError, SaveError, StoreError
 from torchrec_cnr.human_text import url_text
-from torchrec_cnr.lineage.checkpoint import read_checkpoint
 from torchrec_cnr.loading.load_report import LoadReport
 from torchrec_cnr.maintenance.background_upkeep import Upkeep
 from torchrec_cnr.maintenance.pruning.retention import Keep, check_keep
@@ -33,12 +32,14 @@ from torchrec_cnr.manager.preemption import Preemption, StopAgreement, check_pre
 from torchrec_cnr.manager.ranks import RunRanks
 from torchrec_cnr.manager.restore import claimed, path_of_step, restore_newest, step_of
 from torchrec_cnr.manager.schedule import Schedule
+from torchrec_cnr.manager.unused_copies import UnusedCopies
 from torchrec_cnr.policies import MAX_RATIO, Compacted, OneShot, Policy, check_policy
 from torchrec_cnr.progress import Saved, SavePhases
 from torchrec_cnr.quantization import Quantization
 from torchrec_cnr.saving.planner import CNRSavePlanner
-from torchrec_cnr.saving.plug_in_messages import CommittedSize, SaveMetadata
+from torchrec_cnr.saving.plug_in_messages import SaveMetadata
 from torchrec_cnr.saving.writer import CNRStorageWriter, destination_of
+from torchrec_cnr.storage.local_copies import LocalCopies
 from torchrec_cnr.storage.row_log import RowLog, check_row_log
 from torchrec_cnr.storage.store import Store
 from torchrec_cnr.tracking.tracked_tables import TrackedRows, check_tracker
@@ -66,6 +67,8 @@ class CheckpointManager:
         keep: Retention rules: which checkpoints are kept. None keeps all of them.
         num_retries: How many times a save is retried after the file system refused it.
         thread_count: Number of data files that are read or written at the same time.
+        local: A directory of this host, or ``LocalCopies``: the data files that a rank writes and reads are kept there,
+            too, and restores on the same host need not read them from the root.
         background: Limits on the processor time, bandwidth, memory and compaction of background work.
         preemption: The signals after which all ranks save and the job stops. By default, none are handled.
         timeout_secs: How many seconds a rank waits for the others in a save, before an error names the missing ranks.
@@ -101,6 +104,7 @@ class CheckpointManager:
         keep: Keep | None = None,
         num_retries: int = 2,
         thread_count: int = 2,
+        local: str | os.PathLike[str] | LocalCopies | None = None,
         background: Background | None = None,
         preemption: Preemption | None = None,
         timeout_secs: float = 1800.0,
@@ -115,7 +119,7 @@ class CheckpointManager:
             policy = Compacted() if row_log is None or row_log.block_bytes is None else OneShot()
         check_policy(policy)
         destination_of(row_log).refuse_policy(policy)
-        self._root = Store.open(root).url
+        self._root, self._copies = Store.open(root).url, LocalCopies.of(local)
         self._log = row_log
         self._tracker = tracker
         self._planner = CNRSavePlanner(tracker, policy=policy)
@@ -127,6 +131,7 @@ class CheckpointManager:
             staging_bytes=background.staging_bytes,
             cpu_share=background.cpu_share,
             max_bytes_per_sec=background.max_bytes_per_sec,
+            local=self._copies,
             timeout_secs=timeout_secs,
             row_log=row_log,
             progress=partial(self._callbacks.progress, "save"),
@@ -139,6 +144,7 @@ class CheckpointManager:
         does_compact = isinstance(policy, Compacted) if background.compacts is None else background.compacts
         max_ratio = policy.max_ratio if isinstance(policy, Compacted) else MAX_RATIO
         self._upkeep: Upkeep | None = None
+        self._unused = UnusedCopies(self._copies, self._root)
         open_roots.enter(self._root, self)
         self._ranks = RunRanks(timeout_secs)  # a collective, so after the checks of all arguments
         self._refuse_different(every_steps, every_secs, timeout_secs, preemption)
@@ -146,7 +152,10 @@ class CheckpointManager:
         self._stop = StopAgreement(preemption, self._ranks)
         if self._ranks.rank == 0:
             progress = self._callbacks.progress
-            self._upkeep = Upkeep(self._root, keep, does_compact, max_ratio, row_log=row_log, progress=progress)
+            copies = None if self._copies is None else self._copies.without_reads()
+            self._upkeep = Upkeep(
+                self._root, keep, does_compact, max_ratio, row_log=row_log, copies=copies, progress=progress
+            )
         self.report: LoadReport | None = None
         self._continuation = Continuation(self._root, row_log, tracker, self._ranks)
 
@@ -203,7 +212,7 @@ class CheckpointManager:
                 with telemetry.failures_of_saves(), self._ranks.explaining():
                     metadata = self._save(save, step, state)
             except CheckpointException as error:
-                if num_retries > 0 and self._is_committed(step, error):
+                if num_retries > 0 and self._continuation.is_committed(step, error):
                     secs = time.monotonic() - started
                     return self._finish(step, None, secs, secs, num_retries)
                 failures = {rank: failure for rank, (failure, _) in error.failures.items()}
@@ -251,12 +260,6 @@ class CheckpointManager:
         self._in_flight = (step, started, time.monotonic() - began, ended, future)
         self._due.saved(step)
         return future
-
-    def _is_committed(self, step: int, error: CheckpointException) -> bool:
-        """Return whether a save was refused because the previous attempt, which seemed to fail, committed it."""
-        is_existing = all(isinstance(failure, CheckpointExistsError) for failure, _ in error.failures.values())
-        head, path = self._tracker.head, Store.open(self._continuation.path(step)).path
-        return is_existing and head is not None and head.ref.path == path
 
     def _save(self, save_function: Callable[..., Any], step: int, state: StateSource) -> Any:
         self._settle_last_save()
@@ -318,7 +321,7 @@ class CheckpointManager:
         path = self._continuation.path(step)
         size = None if metadata is None else metadata.size
         if size is None:
-            size = self._ranks.decide(self._size_of(path) if self._ranks.rank == 0 else None)
+            size = self._continuation.size_of(path)
         saved = Saved(
             step=step,
             path=Store.open(path).url,
@@ -332,16 +335,10 @@ class CheckpointManager:
         )
         if self._upkeep is not None and not self.should_stop:  # this process will be killed
             self._upkeep.after(saved.path)
+        self._unused.after(saved.path)
         telemetry.record_stall(saved)
         self._callbacks.saved(saved)
         return saved
-
-    def _size_of(self, path: str) -> CommittedSize | CNRError:
-        try:
-            checkpoint = read_checkpoint(Store.open(path, row_log=self._log))
-        except CNRError as error:  # for all ranks
-            return error
-        return CommittedSize.of(checkpoint.committed, checkpoint.manifest_bytes)
 
     @property
     def num_callback_errors(self) -> int:
@@ -394,6 +391,7 @@ class CheckpointManager:
             self._tracker,
             group=self._ranks.group,
             thread_count=self._thread_count,
+            local=self._copies,
             row_log=self._log,
             progress=partial(self._callbacks.progress, "restore"),
             chosen=chosen_path,
@@ -422,6 +420,7 @@ class CheckpointManager:
         finally:
             self._stop.close()
             self._continuation.release()
+            self._unused.close()
             self._writer.close()
             self._ranks.close()
             open_roots.leave(self._root, self)

@@ -30,6 +30,7 @@ from torchrec_cnr.loading.planner import CNRLoadPlanner
 from torchrec_cnr.loading.reader import CNRStorageReader
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.storage.fences import claim
+from torchrec_cnr.storage.local_copies import LocalCopies
 from torchrec_cnr.storage.row_log import RowLog
 from torchrec_cnr.storage.store import Store
 from torchrec_cnr.tracking.tracked_tables import TrackedRows
@@ -60,6 +61,7 @@ def restore_newest(
     *,
     group: dist.ProcessGroup | None = None,
     thread_count: int = 2,
+    local: str | os.PathLike[str] | LocalCopies | None = None,
     row_log: RowLog | None = None,
     progress: Progress | None = None,
     chosen: str | None = None,
@@ -72,6 +74,7 @@ def restore_newest(
         tracker: A tracker, so that the next save can be a delta that is based on the loaded checkpoint.
         group: The ranks that load together. By default, all ranks of the default process group, if there is one.
         thread_count: Number of read requests in flight at the same time.
+        local: Local copies of data files, as for ``CNRStorageReader``.
         row_log: The Kafka topic of the rows of deltas, if they are not in files (``KafkaRows``).
         progress: Called with the number of bytes of rows that this rank has read, and the total.
         chosen: The path or URL of a checkpoint to load instead.
@@ -92,11 +95,11 @@ def restore_newest(
         '/.../run/step-2'
     """
     group = dist.group.WORLD if group is None and dist.is_initialized() else group
-    passed_over = []
+    passed_over, copies = [], LocalCopies.of(local)
     for path in _candidates(root, group, row_log) if chosen is None else [chosen]:
         create_optimizer_state(state, Store.open(path, row_log=row_log))
         planner = CNRLoadPlanner(tracker)
-        reader = CNRStorageReader(path, thread_count=thread_count, row_log=row_log, progress=progress)
+        reader = CNRStorageReader(path, thread_count=thread_count, local=copies, row_log=row_log, progress=progress)
         try:
             load(state, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
             return path, planner.report

@@ -67,6 +67,7 @@ from torchrec_cnr.saving.staging import STAGING_BYTES, StagingOptions, stage
 from torchrec_cnr.sharding import ShardKey, shard_key
 from torchrec_cnr.storage.fences import fence_of
 from torchrec_cnr.storage.leases import Lease
+from torchrec_cnr.storage.local_copies import LocalCopies
 from torchrec_cnr.storage.pack_writer import PACK_BYTES, check_pack_bytes, check_thread_count
 from torchrec_cnr.storage.row_log import RowLog, check_row_log
 from torchrec_cnr.storage.store import Store
@@ -105,6 +106,8 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
             encodes in one thread, which pauses in between.
         timeout_secs: Seconds that a save waits for the previous one, if that is still running, by default 1800.
         max_bytes_per_sec: Bytes per second that each rank writes at most, as an average over data files.
+        local: A directory of this host, or ``LocalCopies``: the data files that this rank writes are kept there, too.
+            Restores on this host then need not read them from the store.
         row_log: Kafka topic for the rows of deltas and for commit records (``KafkaRows``). By default, both are files.
         overwrite: Only False is accepted: an existing checkpoint is never overwritten.
         progress: Function that this rank calls with the number of shards and objects written, and their total.
@@ -133,6 +136,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         cpu_share: float = 1.0,
         timeout_secs: float = TIMEOUT_SECS,
         max_bytes_per_sec: float | None = None,
+        local: str | os.PathLike[str] | LocalCopies | None = None,
         row_log: RowLog | None = None,
         overwrite: bool = False,
         progress: Progress | None = None,
@@ -157,6 +161,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         self._thread_count = thread_count
         self._rules = SchemeRules.of(quantization if quantization is not None else NoQuantization())
         self._bandwidth = Bandwidth(max_bytes_per_sec)
+        self._copies = LocalCopies.of(local)
         self._destination = destination_of(row_log)
         self._transforms: dict[ShardKey, RowTransform] = {}  # that this process has learned
         self._staging = StagingOptions(self._rules, staging_bytes, timeout_secs, self._destination, self._transforms)
@@ -222,7 +227,8 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
             self._threads.given, self._threads.asked = checkpoint_id, asked_checkpoint_id()
 
     def _opened(self, path: str | os.PathLike[str]) -> Store:
-        return replace(Store.open(path, self._sync_files, self._destination.row_log), bandwidth=self._bandwidth)
+        store = Store.open(path, self._sync_files, self._destination.row_log)
+        return replace(store, bandwidth=self._bandwidth, copies=self._copies)
 
     def storage_meta(self) -> StorageMeta:
         """Begin a save: draw its id, and return its destination for the planner. DCP calls this first in every save."""

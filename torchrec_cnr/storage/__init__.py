@@ -3,6 +3,7 @@
 - ``store``: ``Store``, a directory: read, write and list files, and create a file atomically, which commits a save.
 - ``urls``: checks which paths and URLs may name a directory.
 - ``retries``: classifies transient errors, and retries with exponential backoff.
+- ``local_copies``: ``LocalCopies``, data files on a disk of this host, from which restores read what they can.
 - ``local_files``: writes local files atomically, so that they survive a power failure.
 - ``files``: files that are written piece by piece, and directory listings.
 - ``s3fs_client``: the s3fs client without its own retries.

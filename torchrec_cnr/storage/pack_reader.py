@@ -13,6 +13,7 @@ from torchrec_cnr.errors import ConfigurationError, DamagedError, StoreError
 from torchrec_cnr.format.blob_bytes import Bytes
 from torchrec_cnr.format.manifest import Pack
 from torchrec_cnr.format.row_sets import Blob
+from torchrec_cnr.storage.local_copies import LocalCopies
 from torchrec_cnr.storage.pack_writer import crc32c
 from torchrec_cnr.storage.store import Store
 
@@ -133,6 +134,28 @@ def read_spans(
 
 def _read_span(store: Store, pack: Pack, span: Span, prepare: Prepare) -> list[tuple[str, Bytes]]:
     store = store if pack.directory is None else store.at(pack.directory)
+    copies, where = None if pack.log is not None else store.copies, place_of(store, pack)
+    buffer = None if copies is None else _copied(copies, where, span)
+    if buffer is None:
+        buffer = _stored(store, pack, span)
+        if copies is not None:
+            copies.fill(where, span.start, buffer)
+    blobs = ((key, buffer[blob.offset - span.start :][: blob.num_bytes]) for key, blob in span.blobs)
+    return [(key, prepare(key, data)) for key, data in blobs]
+
+
+def _copied(copies: LocalCopies, where: str, span: Span) -> Bytes | None:
+    """Read a span from a local copy; return None if a blob there does not have its digest."""
+    digests = SpanDigests(span)
+    buffer = copies.read(where, span.start, span.stop, digests.extend)
+    if buffer is None or digests.found != [blob.crc32c for _, blob in span.blobs]:
+        return None
+    copies.used(buffer.nbytes)
+    return buffer
+
+
+def _stored(store: Store, pack: Pack, span: Span) -> Bytes:
+    """Read a span from the store, and check the digests of its blobs."""
     where = place_of(store, pack)
     digests = SpanDigests(span)
     try:
@@ -150,16 +173,13 @@ def _read_span(store: Store, pack: Pack, span: Span, prepare: Prepare) -> list[t
             f"{where}: truncated: expected bytes {span.start} to {span.stop}, got {len(buffer)} bytes; "
             "use another checkpoint"
         )
-    blobs = []
     for (key, blob), actual in zip(span.blobs, digests.found, strict=True):
         if actual != blob.crc32c:
             raise DamagedError(
                 f"{where}: {key}: corrupt: crc32c is {actual:#010x}, the manifest says {blob.crc32c:#010x}; "
                 "use another checkpoint"
             )
-        start = blob.offset - span.start
-        blobs.append((key, prepare(key, buffer[start : start + blob.num_bytes])))
-    return blobs
+    return buffer
 
 
 def place_of(store: Store, pack: Pack) -> str:

@@ -18,7 +18,9 @@ from torchrec_cnr.arguments import check_count
 from torchrec_cnr.format.blob_bytes import Bytes
 from torchrec_cnr.format.manifest import PACK_SUFFIX, Pack
 from torchrec_cnr.format.row_sets import Blob, UnplacedBlob
+from torchrec_cnr.storage.files import Buffer
 from torchrec_cnr.storage.row_log import PackTarget
+from torchrec_cnr.storage.store import Store
 from torchrec_cnr.throttling import CpuThrottle
 
 PACK_BYTES = 16 << 20
@@ -194,7 +196,10 @@ def _write_pack(store: PackTarget, stem: str, index: int, parts: list[_Part], he
         offset += part.data.nbytes
     name = f"{stem}{PACK_SUFFIX}"
     with record_function("torchrec_cnr.upload"):
-        log = store.put(name, [header, *(part.data.data for part in parts)])
+        content: list[Buffer] = [header, *(part.data.data for part in parts)]
+        log = store.put(name, content)
+        if isinstance(store, Store) and store.copies is not None:
+            store.copies.put(f"{store.url}/{name}", content)
     pack = Pack(name, offset, len(header), crc32c(header), heat=heat, log=log)
     return _WrittenPack(pack, blobs, time.monotonic() - began)
 

@@ -28,6 +28,7 @@ from torchrec_cnr.errors import CheckpointExistsError, CNRError, ConfigurationEr
 from torchrec_cnr.format.blob_bytes import Bytes
 from torchrec_cnr.storage import local_files, retries
 from torchrec_cnr.storage.files import READ_AHEAD_BYTES, Buffer, Listing, RangedFile, Stream, Upload, give_up
+from torchrec_cnr.storage.local_copies import LocalCopies
 from torchrec_cnr.storage.local_files import link_new, make_directory, open_plain, pass_over, sync_directory
 from torchrec_cnr.storage.retries import Result, is_object_store, is_transient
 from torchrec_cnr.storage.row_log import RowLog
@@ -67,6 +68,7 @@ class Store:
         sync_files: Whether a write forces local files to disk before it returns.
         bandwidth: The bandwidth limit of ``put`` and ``read_array``.
         row_log: The row log that can hold packs of these checkpoints instead of files, or None.
+        copies: Local copies of data files, or None.
     """
 
     fs: Any
@@ -74,6 +76,7 @@ class Store:
     sync_files: bool = True
     bandwidth: Bandwidth = field(default_factory=Bandwidth, compare=False)
     row_log: RowLog | None = field(default=None, compare=False)
+    copies: LocalCopies | None = field(default=None, compare=False)
 
     @classmethod
     def open(
@@ -226,14 +229,9 @@ class Store:
             with self._errors("write", ""):
                 sync_directory(self.path)
 
-    @property
-    def has_directories(self) -> bool:
-        """Return whether an empty directory can exist."""
-        return self.is_local
-
     def remove_directory(self) -> None:
         """Remove the directory if it is empty, if the file system has directories."""
-        if self.has_directories:
+        if self.is_local:
             with self._errors("remove", ""):
                 local_files.remove_empty(self.path)
 

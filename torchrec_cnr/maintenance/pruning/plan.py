@@ -280,7 +280,7 @@ class _Planner:
         files = in_order(name for name in self.own_files(entry) if not self.is_used(entry, name))
         is_kept = entry.name in self.staying.reasons
         is_emptied = len(files) == len(entry.files) and not entry.directories and not is_kept
-        takes_directory = is_emptied and (bool(files) or (self.was_ours(entry) and entry.store.has_directories))
+        takes_directory = is_emptied and (bool(files) or (self.was_ours(entry) and entry.store.is_local))
         if not files and not takes_directory:
             return None
         pruned = None
