@@ -127,11 +127,11 @@ def test_copies_of_another_run_are_not_taken(tmp_path: Path) -> None:
 def test_a_full_disk_costs_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is said once."""
 
-    def refuse(descriptor: int, mode: str) -> Any:
-        os.close(descriptor)
+    def refuse(path: str, flags: int = 0) -> Any:
+        Path(path).write_bytes(b"a part")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(local_copies, "open", refuse, raising=False)
+    monkeypatch.setattr(local_copies, "_opened", refuse)
     with warnings() as messages:
         path, expected = _saved(tmp_path / "run", local := cnr.LocalCopies(tmp_path / "local"))
     assert [message for message in messages if "copies" in message] == [

@@ -262,7 +262,7 @@ def _opened(path: str, flags: int = 0) -> BufferedWriter:
         OSError: It cannot be opened, or is a link, a pipe or a device. Opening a pipe would wait for a reader.
     """
     flags |= os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    file = open(os.open(path, flags, 0o666), "wb")
+    file = os.fdopen(os.open(path, flags, 0o666), "wb")
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
     file.close()
