@@ -298,8 +298,8 @@ def test_what_a_thread_saw_late_does_not_fence_its_own_job(tmp_path: Path, monke
     root = Store.open(tmp_path, sync_files=False)
     looked, go_on, highest = threading.Event(), threading.Event(), fences.highest
 
-    def slow(store: Store) -> int:
-        found = highest(store)
+    def slow(store: Store, known: int = 0) -> int:
+        found = highest(store, known)
         if not looked.is_set():
             looked.set()
             go_on.wait(1.0)

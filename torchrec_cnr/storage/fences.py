@@ -21,9 +21,9 @@ from typing import Any
 
 import msgspec
 
-from torchrec_cnr.errors import CheckpointExistsError, FencedError
+from torchrec_cnr.errors import CheckpointExistsError, FencedError, StoreError
 from torchrec_cnr.storage.files import Listing
-from torchrec_cnr.storage.store import Store
+from torchrec_cnr.storage.store import NOT_THERE, Store
 from torchrec_cnr.storage.urls import without_client
 
 _MAX_BYTES = 1 << 12  # of a fence
@@ -63,16 +63,25 @@ class Fence:
                 if _name(self.seen + 2) in listing.files:
                     raise self._lost(self.seen + 2)
                 return
-            try:
-                if not self.root.exists(name):
-                    self.root.put_new(name, self.owner, uuid.uuid4().hex[:16])
-                is_ours = _read(self.root, self.seen + 1) == self.owner
-            except CheckpointExistsError:
-                is_ours = False
-            if not is_ours:
+            if not self.root.exists(name):
+                self.create()
+            elif _read(self.root, self.seen + 1) != self.owner:
                 raise self._lost(self.seen + 1)
             self.check()
             _job.claimed.add(key)
+
+    def create(self) -> None:
+        """Create this job's fence.
+
+        Raises:
+            FencedError: Another job has created it.
+            StoreError: The root cannot be written to.
+        """
+        try:
+            self.root.put_new(_name(self.seen + 1), self.owner, uuid.uuid4().hex[:16])
+        except CheckpointExistsError as error:
+            raise self._lost(self.seen + 1) from error
+        _job.claimed.add((without_client(self.root.url), self.seen, self.owner))
 
     def check(self) -> None:
         """Check that this job may commit.
@@ -118,11 +127,23 @@ class JobFences(dict[str, Fence]):
         with _turn(root):  # otherwise a thread could replace what another thread saw later
             fence = self.get(url)
             if fence is None or is_new:
-                highest_number = highest(root)
+                highest_number = highest(root, self._claimed(fence))
                 if highest_number and not is_new and _read(root, highest_number) == self.owner:
                     highest_number -= 1  # another process that saves for this job has created it
                 fence = self[url] = Fence(root, highest_number, self.owner)
             return fence
+
+    def _claimed(self, fence: Fence | None) -> int:
+        """Return the number of a fence that this job has created, if the root still has it; otherwise 0."""
+        if fence is None or (without_client(fence.root.url), fence.seen, fence.owner) not in self.claimed:
+            return 0
+        try:
+            is_there = _read(fence.root, fence.seen + 1) == fence.owner
+        except StoreError as error:
+            if error.errno not in NOT_THERE:
+                raise
+            return 0
+        return fence.seen + 1 if is_there else 0
 
     def adopt(self, job: "JobFences") -> None:
         """Save for the job of another process from now on."""
@@ -185,7 +206,7 @@ def claim(root: Store) -> None:
     """
     root.make()
     with _turn(root):  # if two threads do this, the later one creates a fence after that of the first
-        _job.fence(root, is_new=True).claim()
+        _job.fence(root, is_new=True).create()
 
 
 def own_fences() -> JobFences:
@@ -198,11 +219,14 @@ def is_fence(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def highest(root: Store) -> int:
-    """Return the number of the highest fence; 0 if there is none. Takes a logarithmic number of look-ups."""
-    low, high = 0, 1
+def highest(root: Store, known: int = 0) -> int:
+    """Return the number of the highest fence; 0 if there is none.
+
+    This takes a number of look-ups that is logarithmic in the number of fences above ``known``, which exists.
+    """
+    low, high = known, known + 1
     while root.exists(_name(high)):
-        low, high = high, 2 * high
+        low, high = high, 2 * high - known
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if root.exists(_name(middle)) else (low, middle)
