@@ -11,6 +11,7 @@
 - ``residuals``: rows stored as differences from the checkpoint before.
 - ``rounds``: times candidates alternately, and defines the setup of benchmarks.
 - ``servers``: a Kafka broker and an S3 bucket, given on the command line or started.
+- ``slow_store``: a store with a latency for each request, whose bandwidth several processes share.
 - ``transformed_rows``: rows that are transform-coded at each checkpoint.
 - ``data``: clicks, models that learn from them, and rows to quantize.
 - ``jobs``: training jobs and the saves that are measured.

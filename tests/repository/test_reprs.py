@@ -82,6 +82,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Any]
         saved,
         planner,
         reader,
+        cnr.LocalCopies(root.parent / "copies"),
         cnr.CNRSavePlanner(),
         cnr.CNRStorageWriter(root / "step-300", quantization=cnr.AdaptiveAsymmetric(4)),
         subscriber,

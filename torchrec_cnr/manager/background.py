@@ -5,6 +5,7 @@ from typing import Literal, get_args
 
 from torchrec_cnr.arguments import check_choice, check_count, check_positive, check_type
 from torchrec_cnr.human_text import given_text
+from torchrec_cnr.policies import MAX_RATIO, Compacted, Policy
 from torchrec_cnr.saving.staging import STAGING_BYTES
 from torchrec_cnr.throttling import check_cpu_share
 
@@ -50,6 +51,11 @@ class Background:
             check_positive("max_bytes_per_sec", self.max_bytes_per_sec)
         check_count("staging_bytes", self.staging_bytes)
         check_type("compacts", self.compacts, (bool, type(None)), "True, False or None")
+
+    def compaction(self, policy: Policy) -> tuple[bool, float]:
+        """Return whether a manager with this policy compacts, and the bytes that a restore may then read per byte."""
+        compacts = isinstance(policy, Compacted) if self.compacts is None else self.compacts
+        return compacts, policy.max_ratio if isinstance(policy, Compacted) else MAX_RATIO
 
     def __repr__(self) -> str:
         return given_text(self)

@@ -33,7 +33,7 @@ from torchrec_cnr.manager.ranks import RunRanks
 from torchrec_cnr.manager.restore import claimed, path_of_step, restore_newest, step_of
 from torchrec_cnr.manager.schedule import Schedule
 from torchrec_cnr.manager.unused_copies import UnusedCopies
-from torchrec_cnr.policies import MAX_RATIO, Compacted, OneShot, Policy, check_policy
+from torchrec_cnr.policies import Compacted, OneShot, Policy, check_policy
 from torchrec_cnr.progress import Saved, SavePhases
 from torchrec_cnr.quantization import Quantization
 from torchrec_cnr.saving.planner import CNRSavePlanner
@@ -141,8 +141,6 @@ class CheckpointManager:
         self._due = Schedule(every_steps, every_secs)
         self._num_retries = num_retries
         self._in_flight: tuple[int, float, float, list[float], Future[Any]] | None = None
-        does_compact = isinstance(policy, Compacted) if background.compacts is None else background.compacts
-        max_ratio = policy.max_ratio if isinstance(policy, Compacted) else MAX_RATIO
         self._upkeep: Upkeep | None = None
         self._unused = UnusedCopies(self._copies, self._root)
         open_roots.enter(self._root, self)
@@ -151,11 +149,9 @@ class CheckpointManager:
         self._due.share = self._ranks.decide
         self._stop = StopAgreement(preemption, self._ranks)
         if self._ranks.rank == 0:
-            progress = self._callbacks.progress
+            what, progress = background.compaction(policy), self._callbacks.progress
             copies = None if self._copies is None else self._copies.without_reads()
-            self._upkeep = Upkeep(
-                self._root, keep, does_compact, max_ratio, row_log=row_log, copies=copies, progress=progress
-            )
+            self._upkeep = Upkeep(self._root, keep, *what, row_log=row_log, copies=copies, progress=progress)
         self.report: LoadReport | None = None
         self._continuation = Continuation(self._root, row_log, tracker, self._ranks)
 

@@ -4,7 +4,7 @@ import logging
 import os
 import posixpath
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,11 +95,11 @@ def restore_newest(
         '/.../run/step-2'
     """
     group = dist.group.WORLD if group is None and dist.is_initialized() else group
-    passed_over, copies = [], LocalCopies.of(local)
+    passed_over: list[str] = []
     for path in _candidates(root, group, row_log) if chosen is None else [chosen]:
         create_optimizer_state(state, Store.open(path, row_log=row_log))
         planner = CNRLoadPlanner(tracker)
-        reader = CNRStorageReader(path, thread_count=thread_count, local=copies, row_log=row_log, progress=progress)
+        reader = CNRStorageReader(path, thread_count=thread_count, local=local, row_log=row_log, progress=progress)
         try:
             load(state, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
             return path, planner.report
@@ -113,9 +113,14 @@ def restore_newest(
             if tracker is not None:
                 tracker.forget()
             raise
+    _check_none(root, passed_over)
+    return None
+
+
+def _check_none(root: str | os.PathLike[str], passed_over: Sequence[str]) -> None:
+    """Raise an error if there are checkpoints that could not be restored."""
     if passed_over:
         raise DamagedError(f"{root}: no checkpoint can be restored: " + "; ".join(passed_over))
-    return None
 
 
 def create_optimizer_state(state: Mapping[str, Any], checkpoint: Store) -> None:

@@ -5,6 +5,7 @@
 - ``policy_runs``: runs of many checkpoints under a policy.
 - ``preempted_job``: a job on several ranks that a signal stops.
 - ``restored_runs``: training that is restored from quantized checkpoints.
+- ``restoring_job``: a job on several ranks that restores from a slow store and local copies.
 - ``save_methods``: methods to save and restore a model, by this library and others.
 - ``simulated_ranks``: the saves of many ranks in one process.
 - ``table_models``: TorchRec tables, sharded and trained as in a job.
