@@ -68,7 +68,7 @@ class Upkeep:
         check_keep(keep)
         self._root = root
         self._log = row_log
-        self._copies = copies
+        self._copies = None if copies is None else copies.without_reads()
         self._keep = keep
         self._compacts = compacts
         self._max_ratio = max_ratio

@@ -120,8 +120,7 @@ class CheckpointManager:
         check_policy(policy)
         destination_of(row_log).refuse_policy(policy)
         self._root, self._copies = Store.open(root).url, LocalCopies.of(local)
-        self._log = row_log
-        self._tracker = tracker
+        self._log, self._tracker = row_log, tracker
         self._planner = CNRSavePlanner(tracker, policy=policy)
         self._callbacks = Callbacks(on_saved, on_progress)
         self._writer = CNRStorageWriter(
@@ -142,7 +141,6 @@ class CheckpointManager:
         self._num_retries = num_retries
         self._in_flight: tuple[int, float, float, list[float], Future[Any]] | None = None
         self._upkeep: Upkeep | None = None
-        self._unused = UnusedCopies(self._copies, self._root)
         open_roots.enter(self._root, self)
         self._ranks = RunRanks(timeout_secs)  # a collective, so after the checks of all arguments
         self._refuse_different(every_steps, every_secs, timeout_secs, preemption)
@@ -150,10 +148,10 @@ class CheckpointManager:
         self._stop = StopAgreement(preemption, self._ranks)
         if self._ranks.rank == 0:
             what, progress = background.compaction(policy), self._callbacks.progress
-            copies = None if self._copies is None else self._copies.without_reads()
-            self._upkeep = Upkeep(self._root, keep, *what, row_log=row_log, copies=copies, progress=progress)
+            self._upkeep = Upkeep(self._root, keep, *what, row_log=row_log, copies=self._copies, progress=progress)
         self.report: LoadReport | None = None
         self._continuation = Continuation(self._root, row_log, tracker, self._ranks)
+        self._unused = UnusedCopies(self._copies, self._root)
 
     def _refuse_different(
         self, every_steps: int | None, every_secs: float | None, timeout_secs: float, preemption: Preemption | None

@@ -94,8 +94,7 @@ def restore_newest(
         >>> path
         '/.../run/step-2'
     """
-    group = dist.group.WORLD if group is None and dist.is_initialized() else group
-    passed_over: list[str] = []
+    group, passed_over = dist.group.WORLD if group is None and dist.is_initialized() else group, list[str]()
     for path in _candidates(root, group, row_log) if chosen is None else [chosen]:
         create_optimizer_state(state, Store.open(path, row_log=row_log))
         planner = CNRLoadPlanner(tracker)
