@@ -118,11 +118,14 @@ class JobFences(dict[str, Fence]):
         with _turn(root):  # otherwise a thread could replace what another thread saw later
             fence = self.get(url)
             if fence is None or is_new:
-                highest_number = highest(root)
+                highest_number = highest(root, 0 if fence is None else fence.seen + self._has_claimed(fence))
                 if highest_number and not is_new and _read(root, highest_number) == self.owner:
                     highest_number -= 1  # another process that saves for this job has created it
                 fence = self[url] = Fence(root, highest_number, self.owner)
             return fence
+
+    def _has_claimed(self, fence: Fence) -> bool:
+        return (without_client(fence.root.url), fence.seen, fence.owner) in self.claimed
 
     def adopt(self, job: "JobFences") -> None:
         """Save for the job of another process from now on."""
@@ -198,11 +201,18 @@ def is_fence(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def highest(root: Store) -> int:
-    """Return the number of the highest fence; 0 if there is none. Takes a logarithmic number of look-ups."""
-    low, high = 0, 1
+def highest(root: Store, known: int = 0) -> int:
+    """Return the number of the highest fence; 0 if there is none. Takes a logarithmic number of look-ups.
+
+    Args:
+        root: The root.
+        known: The number of a fence that this process has seen there, which is most often the highest. Two look-ups
+            then suffice. The root may have been removed since.
+    """
+    first = low = known if known and root.exists(_name(known)) else 0
+    high = low + 1
     while root.exists(_name(high)):
-        low, high = high, 2 * high
+        low, high = high, first + 2 * (high - first)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if root.exists(_name(middle)) else (low, middle)
