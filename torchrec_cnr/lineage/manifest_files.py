@@ -16,6 +16,7 @@ ManifestFile = tuple[Manifest, str, int]  # a manifest, its digest, and the size
 ReadFile = Callable[[Store, str], bytes | None]
 ReadManifest = Callable[[Store, str], ManifestFile | None]
 
+_RANK_BYTES = 1 << 20  # sent to one rank, which parses them in about a second; it could read larger ones earlier
 _SENT_BYTES = 64 << 20  # to all ranks together: DCP holds them in the coordinator's memory, with NCCL in its GPU's
 
 
@@ -128,7 +129,7 @@ class SentFiles:
 class KeptFiles:
     """Reads the manifest files of a chain, and keeps those of older checkpoints for other ranks.
 
-    It keeps the newest ones, up to 64 MiB for all ranks together.
+    It keeps the newest ones: 1 MiB after compression, and at most 64 MiB for all ranks together.
 
     Args:
         newest: Directory of the newest checkpoint of the chain.
@@ -138,7 +139,7 @@ class KeptFiles:
     def __init__(self, newest: Store, num_ranks: int) -> None:
         self._newest = newest
         self._files: dict[FilePlace, bytes | None] = {}
-        self._left_bytes = _SENT_BYTES // num_ranks
+        self._left_bytes = min(_RANK_BYTES, _SENT_BYTES // num_ranks)
 
     def read(self, store: Store, name: str) -> bytes | None:
         """Return what :func:`read_file` returns, in any thread."""
