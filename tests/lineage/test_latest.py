@@ -4,6 +4,7 @@ import errno
 import logging
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from torchrec_cnr.errors import (
 from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.format.manifest_parser import VERSION
 from torchrec_cnr.lineage import latest as newest
-from torchrec_cnr.lineage.checkpoint import committed
+from torchrec_cnr.lineage.abandoned import mark_abandoned
+from torchrec_cnr.lineage.checkpoint import committed, read_checkpoint
 from torchrec_cnr.lineage.latest import latest, newest_first
 from torchrec_cnr.storage.store import Store
 from torchrec_cnr.testing import FaultyStore
@@ -45,9 +47,9 @@ def test_latest_goes_by_time_not_by_name(root: TensorlessRoot) -> None:
 def test_latest_reads_manifests_of_a_remote_store_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each reader waits for the others here: one after another would never end."""
     together = threading.Barrier(4, timeout=20)
-    really_read = newest.committed_ns
+    really_read = newest._start
 
-    def read(store: Store, level: int) -> float | None:
+    def read(store: Store, level: int) -> object:
         together.wait()
         return really_read(store, level)
 
@@ -55,8 +57,45 @@ def test_latest_reads_manifests_of_a_remote_store_at_once(tmp_path: Path, monkey
         root = TensorlessRoot(remote.url)
         for number in range(4):
             root.commit(f"step-{number}", number + 1)
-        monkeypatch.setattr(newest, "committed_ns", read)
+        monkeypatch.setattr(newest, "_start", read)
         assert latest(root.url) == root.at("step-3")
+
+
+def _marked(root: TensorlessRoot, numbers: range) -> None:
+    """Commit checkpoints, and mark them as abandoned."""
+    for number in numbers:
+        root.commit(f"step-{number}", number + 1)
+    mark_abandoned(root.store, [read_checkpoint(root.at(f"step-{number}")) for number in numbers], None)
+
+
+def test_abandoned_checkpoints_cost_one_request_each(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As others do: the first bytes of a manifest contain the digest that a mark names."""
+    with FaultyStore(tmp_path) as store:
+        root = TensorlessRoot(store.url)
+        root.commit("step-0", 1)
+        _marked(root, range(1, 10))
+        store.clear()
+        assert latest(root.url) == root.at("step-0")
+        assert Counter(operation.kind for operation in store.operations) == {"list": 1, "read": 10 + 2}
+        marked = [checkpoint.store.url for checkpoint in newest_first(root.url, with_abandoned=True)]
+    assert marked == [root.at(f"step-{number}") for number in reversed(range(10))]
+    assert caplog.text == ""
+
+
+def test_a_mark_of_another_checkpoint_does_not_hide_one(root: TensorlessRoot, caplog: pytest.LogCaptureFixture) -> None:
+    """Its name was used again. If its digest was altered, or its time is missing, it is corrupt, which is logged."""
+    _marked(root, range(3))
+    abandoned = root.read("step-2")
+    root.store.at("step-2").remove(MANIFEST_FILE)
+    root.commit("step-2", 9, save_id="another")
+    assert latest(root.url) == root.at("step-2")
+    root.put("step-2", root.read("step-2").replace(b'"created_ns"', b'"created_at"'))
+    assert latest(root.url) is None
+    assert "step-2/manifest.json" in caplog.text
+    caplog.clear()
+    root.put("step-2", abandoned[:75] + abandoned[75:].replace(b'"created_ns"', b'"created_at"'))
+    assert latest(root.url) is None
+    assert "step-2/manifest.json" in caplog.text
 
 
 def test_latest_compares_times_as_numbers(root: TensorlessRoot) -> None:

@@ -3,6 +3,7 @@
 import threading
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,15 +45,15 @@ def test_small_deltas_are_read_at_once(tmp_path: Path, monkeypatch: pytest.Monke
 def _manifest_threads(root: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """Which thread reads which manifest of a chain."""
     found: list[tuple[str, str]] = []
-    really_read = checkpoint._read_manifest
+    really_read = checkpoint.read_manifest
 
-    def read(store: Store, name: str) -> object:
+    def read(store: Store, name: str, **options: Any) -> object:
         kind = "committed" if name == MANIFEST_FILE else "replacement"
         found.append((kind, threading.current_thread().name.split("_")[0]))
-        return really_read(store, name)
+        return really_read(store, name, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_read_manifest", read)
+        patch.setattr(checkpoint, "read_manifest", read)
         lineage = read_lineage(f"{root}/{NUM_LINKS - 1}")
     assert [ref.kind for ref in lineage.checkpoints] == ["baseline", *(NUM_LINKS - 1) * ["delta"]]
     return found

@@ -25,6 +25,7 @@ from torchrec_cnr.errors import CheckpointExistsError, FencedError
 from torchrec_cnr.maintenance.verification.verify import verify
 from torchrec_cnr.storage import fences
 from torchrec_cnr.storage.store import Store
+from torchrec_cnr.testing import FaultyStore
 
 
 class OtherJob(SavingJob):
@@ -187,6 +188,38 @@ def test_the_highest_fence_is_found_without_listing(tmp_path: Path, num_fences: 
     for _ in range(num_fences):
         fences.JobFences().fence(root).claim()
     assert fences.highest(root) == num_fences == len(root.names())
+    for known in range(num_fences + 3):
+        assert fences.highest(root, known) == num_fences
+
+
+@pytest.mark.parametrize("num_others", [0, 3])
+def test_a_process_that_has_claimed_a_root_looks_for_few_fences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_others: int
+) -> None:
+    """A load after it, of which there may be many, does not search from the first fence again."""
+    monkeypatch.setattr(fences, "_job", fences.JobFences())
+    with FaultyStore(tmp_path) as store:
+        root = Store.open(store.url)
+        for _ in range(50):
+            fences.JobFences().fence(root).claim()
+        fences.claim(root)
+        for _ in range(num_others):
+            fences.JobFences().fence(root).claim()
+        store.clear()
+        fences.restored_from(root.at("step-1"))
+        assert fences.fence_of(root.at("step-1")).seen == 51 + num_others
+        assert len(store.operations) <= 2 * (1 + num_others)
+
+
+def test_a_root_that_was_made_again_has_other_fences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if this process has known more of them."""
+    monkeypatch.setattr(fences, "_job", fences.JobFences())
+    root = Store.open(tmp_path / "run", sync_files=False)
+    for _ in range(9):
+        fences.claim(root)
+    shutil.rmtree(tmp_path / "run")
+    fences.claim(root)
+    assert root.names() == ["fence-00000001.json"]
 
 
 @pytest.mark.parametrize(
@@ -298,7 +331,7 @@ def test_what_a_thread_saw_late_does_not_fence_its_own_job(tmp_path: Path, monke
     root = Store.open(tmp_path, sync_files=False)
     looked, go_on, highest = threading.Event(), threading.Event(), fences.highest
 
-    def slow(store: Store, known: int = 0) -> int:
+    def slow(store: Store, known: int) -> int:
         found = highest(store, known)
         if not looked.is_set():
             looked.set()

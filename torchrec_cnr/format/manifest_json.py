@@ -127,6 +127,7 @@ MAX_MANIFEST_BYTES = 1 << 30  # the largest manifest file; it can describe about
 _FRAME = re.compile(rb'\{"sha256":"([0-9a-f]{64})","manifest":(.*)\}\n', re.DOTALL)
 _KNOWN = KnownManifests()
 _CREATED = re.compile(rb'"created_ns":(\d{1,20})\b')
+_DIGEST = re.compile(rb'\{"sha256":"([0-9a-f]{64})"')
 
 
 def dumps(manifest: Manifest) -> tuple[bytes, str]:
@@ -237,6 +238,12 @@ def created_ns(start: bytes) -> int | None:
     """Return the commit time from the first bytes of a manifest file (512 suffice), without verifying it."""
     match = _CREATED.search(start)
     return int(match[1]) if match else None
+
+
+def stated_digest(start: bytes) -> str | None:
+    """Return the digest that the first bytes of a manifest file contain, without verifying it."""
+    match = _DIGEST.match(start)
+    return match[1].decode() if match else None
 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 - ``checkpoint``: ``Checkpoint``, ``Lineage`` and ``Head``: reads a manifest, the chain back to its baseline, and the
   values that are not tensors.
+- ``manifest_files``: reads manifest files, also in advance, and by one rank for all ranks of a load.
 - ``latest``: ``latest``, which finds the newest committed checkpoint under a root.
 - ``intact``: whether a checkpoint and its chain are still there.
 - ``recent``: the checkpoints that this process has committed or read lately.

@@ -17,7 +17,12 @@ _MARK = re.compile(r"(?P<name>.+)\.[0-9a-f]{16}\.abandoned")
 
 def mark_of(checkpoint: Checkpoint) -> str:
     """Return the name of the file that marks a checkpoint as abandoned."""
-    return f"{checkpoint.store.path.rpartition('/')[2]}.{checkpoint.sha256[:16]}.abandoned"
+    return mark_name(checkpoint.store.path.rpartition("/")[2], checkpoint.sha256)
+
+
+def mark_name(name: str, sha256: str) -> str:
+    """Return the name as :func:`mark_of` does, for a checkpoint's name and the digest of its committed manifest."""
+    return f"{name}.{sha256[:16]}.abandoned"
 
 
 def marked_name(file: str) -> str | None:

@@ -4,12 +4,12 @@ import logging
 import os
 import posixpath
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from torchrec_cnr.errors import CheckpointNotFoundError, DamagedError, LoadError, StoreError
-from torchrec_cnr.format import manifest_json
+from torchrec_cnr.errors import CheckpointNotFoundError, DamagedError, LoadError
 from torchrec_cnr.format.manifest import (
     MANIFEST_FILE,
     CheckpointKind,
@@ -22,9 +22,10 @@ from torchrec_cnr.format.manifest import (
 from torchrec_cnr.format.manifest_parser import PARENT_PATH
 from torchrec_cnr.format.safe_pickle import unpickled
 from torchrec_cnr.human_text import bytes_text, count_text, url_text
+from torchrec_cnr.lineage.manifest_files import ReadAhead, ReadFile, ReadManifest, read_file, read_manifest
 from torchrec_cnr.lineage.marker_commit import publish_marked
 from torchrec_cnr.storage.pack_reader import PackReader
-from torchrec_cnr.storage.store import NOT_THERE, Store, read_whole
+from torchrec_cnr.storage.store import Store
 from torchrec_cnr.throttling import Bandwidth
 
 
@@ -204,14 +205,14 @@ def read_checkpoint(path: str | os.PathLike[str] | Store) -> Checkpoint:
         >>> checkpoint.kind, checkpoint.num_rows
         ('delta', 100)
     """
-    return _read_checkpoint(Store.open(path), _read_manifest)
+    return _read_checkpoint(Store.open(path), read_manifest)
 
 
-def _read_checkpoint(store: Store, read: "_ReadManifest") -> Checkpoint:
+def _read_checkpoint(store: Store, read: ReadManifest) -> Checkpoint:
     manifest_file = read(store, MANIFEST_FILE)
     if manifest_file is None and store.row_log is not None:
         publish_marked(store.at(".."), [posixpath.basename(store.path)])
-        manifest_file = _read_manifest(store, MANIFEST_FILE)
+        manifest_file = read_manifest(store, MANIFEST_FILE)
     if manifest_file is None:
         raise CheckpointNotFoundError(
             f"{store.url}: no {MANIFEST_FILE}: no checkpoint was committed here (a failed save leaves data files "
@@ -259,34 +260,6 @@ def _items(manifest: Manifest) -> dict[str, object]:
     return {**tensors, **{f"object {fqn!r}": True for fqn in manifest.objects}, **paths}
 
 
-_ManifestFile = tuple[Manifest, str, int]
-_ReadManifest = Callable[[Store, str], _ManifestFile | None]
-
-
-def _read_manifest(store: Store, name: str) -> _ManifestFile | None:
-    """Return a manifest, its digest and its size in bytes; None if it does not exist."""
-    try:
-        data = read_whole(store, name, manifest_json.MAX_MANIFEST_BYTES)
-    except StoreError as error:
-        if error.errno in NOT_THERE:
-            return None
-        raise
-    manifest, sha256 = manifest_json.loads(data, f"{store.url}/{name}")
-    _check_places(manifest, store, name)
-    return manifest, sha256, len(data)
-
-
-def _check_places(manifest: Manifest, store: Store, name: str) -> None:
-    """Raise ``DamagedError`` if a path in a manifest leads above the top of its store."""
-    paths = {pack.directory for pack in manifest.packs if pack.directory is not None}
-    if manifest.parent is not None:
-        paths.add(manifest.parent.path)
-    top = "../" * len(store.path.strip("/").split("/"))
-    for path in paths:
-        if path.startswith(f"{top}../"):
-            raise DamagedError(f"{store.url}/{name}: the path {path!r} leads out of the store; use another checkpoint")
-
-
 @dataclass(frozen=True)
 class Lineage:
     """A checkpoint chain: a checkpoint and all those that it is based on.
@@ -324,27 +297,12 @@ class Lineage:
             yield from entry.shards if entry else ()
 
 
-class _Ahead:
-    """Reads the manifest of each parent in a thread, while the caller looks for a replacement of the child's."""
-
-    def __init__(self, threads: Executor, since: str | None) -> None:
-        self._threads = threads
-        self._since = since
-        self._reads: dict[str, Future[_ManifestFile | None]] = {}
-
-    def read(self, store: Store, name: str) -> _ManifestFile | None:
-        """Return what :func:`_read_manifest` returns."""
-        ahead = self._reads.pop(store.url, None) if name == MANIFEST_FILE else None
-        found = _read_manifest(store, name) if ahead is None else ahead.result()
-        parent = found[0].parent if found is not None and name == MANIFEST_FILE else None
-        if parent is not None and parent.sha256 != self._since:
-            above = store.at(parent.path)
-            self._reads[above.url] = self._threads.submit(_read_manifest, above, MANIFEST_FILE)
-        return found
-
-
 def read_lineage(
-    path: str | os.PathLike[str] | Store, *, since: str | None = None, is_as_committed: bool = False
+    path: str | os.PathLike[str] | Store,
+    *,
+    since: str | None = None,
+    is_as_committed: bool = False,
+    read: ReadFile = read_file,
 ) -> Lineage:
     """Read the manifests from ``path`` back to its baseline, and check that each is the one that its child names.
 
@@ -352,24 +310,46 @@ def read_lineage(
         path: The newest checkpoint of the chain.
         since: Digest of an ancestor's committed manifest. The search ends there, without that ancestor.
         is_as_committed: Whether to use the manifests that were committed, even if compactions have replaced them.
+        read: Returns the bytes of a manifest file.
 
     Raises:
         DamagedError: A parent is missing, was replaced, or is its own ancestor.
         LoadError, StoreError: The checkpoint at ``path`` cannot be read; see :func:`read_checkpoint`.
     """
-    newest = Store.open(path)
+    return _read_lineage(Store.open(path), None, read, since, is_as_committed)
+
+
+def read_lineage_of(newest: Checkpoint, read: ReadFile) -> Lineage:
+    """Read the manifests from a checkpoint's parent back to its baseline, as :func:`read_lineage` does.
+
+    Args:
+        newest: The newest checkpoint of the chain.
+        read: Returns the bytes of a manifest file.
+
+    Raises:
+        DamagedError, VersionError, StoreError: The chain cannot be read; see :func:`read_lineage`.
+    """
+    return _read_lineage(newest.store, newest, read, None, False)
+
+
+def _read_lineage(
+    store: Store, newest: Checkpoint | None, read_bytes: ReadFile, since: str | None, is_as_committed: bool
+) -> Lineage:
+    read_each: ReadManifest = partial(read_manifest, read=read_bytes)
     with ThreadPoolExecutor(1, thread_name_prefix="cnr-manifests") as threads:  # which starts none for local files
-        read = _read_manifest if newest.is_local else _Ahead(threads, since).read
-        return _read_lineage(newest, since, is_as_committed, read)
+        read_each = read_each if store.is_local else ReadAhead(read_each, threads, since)
+
+        def read(store: Store) -> Checkpoint:
+            checkpoint = _read_checkpoint(store, read_each)
+            return replace(checkpoint, manifest=checkpoint.committed) if is_as_committed else checkpoint
+
+        return Lineage(tuple(reversed(_with_ancestors(newest or read(store), since, read))))
 
 
-def _read_lineage(newest: Store, since: str | None, is_as_committed: bool, read_manifest: _ReadManifest) -> Lineage:
-    def read(store: Store) -> Checkpoint:
-        checkpoint = _read_checkpoint(store, read_manifest)
-        return replace(checkpoint, manifest=checkpoint.committed) if is_as_committed else checkpoint
-
-    checkpoints = [read(newest)]
-    seen_paths = {checkpoints[0].store.path}
+def _with_ancestors(newest: Checkpoint, since: str | None, read: Callable[[Store], Checkpoint]) -> list[Checkpoint]:
+    """Return the checkpoints of a chain, the newest first."""
+    checkpoints = [newest]
+    seen_paths = {newest.store.path}
     while (parent := checkpoints[-1].manifest.parent) is not None and parent.sha256 != since:
         child = checkpoints[-1].store.url
         store = checkpoints[-1].store.at(parent.path)
@@ -387,7 +367,7 @@ def _read_lineage(newest: Store, since: str | None, is_as_committed: bool, read_
             )
         if checkpoints[-1].created_ns >= checkpoints[-2].created_ns:
             raise DamagedError(f"{child}: it is not newer than its parent {store.url}; use another checkpoint")
-    return Lineage(tuple(reversed(checkpoints)))
+    return checkpoints
 
 
 def existing(path: str | os.PathLike[str] | Store | None) -> str | os.PathLike[str] | Store:

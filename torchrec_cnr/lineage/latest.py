@@ -5,14 +5,15 @@ import logging
 import math
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from torchrec_cnr.errors import CheckpointNotFoundError, ConfigurationError, DamagedError, StoreError, VersionError
 from torchrec_cnr.format import manifest_json
 from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.human_text import url_text
-from torchrec_cnr.lineage.abandoned import mark_of, marked_name
+from torchrec_cnr.lineage.abandoned import mark_name, mark_of, marked_name
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_checkpoint
 from torchrec_cnr.lineage.marker_commit import publish_marked
 from torchrec_cnr.storage.fences import is_fence
@@ -75,11 +76,13 @@ def newest_first(
     refuse_file(directory)
     root_names = directory.names()
     names = [name for name in root_names if not is_fence(name) and marked_name(name) is None]
-    commit_times = _commit_times(directory, names, logging.WARNING)
-    published = publish_marked(directory, [name for name in names if commit_times[name] is None])
-    commit_times |= _commit_times(directory, published, logging.WARNING)
-    candidates = [(at_ns, name) for name, at_ns in commit_times.items() if at_ns is not None]
-    for _, name in sorted(candidates, reverse=True):
+    starts = _starts(directory, names, logging.WARNING)
+    published = publish_marked(directory, [name for name in names if starts[name] is None])
+    starts |= _starts(directory, published, logging.WARNING)
+    marks = frozenset(root_names)
+    for name, start in _newest_first(starts):
+        if not with_abandoned and start.is_marked(name, marks):
+            continue
         try:
             checkpoint = read_checkpoint(directory.at(name))
         except CheckpointNotFoundError as error:  # a prune has removed it since its manifest was listed
@@ -93,7 +96,7 @@ def newest_first(
                 raise
             logger.warning(_PASSED_OVER, error)
             continue
-        if with_abandoned or mark_of(checkpoint) not in root_names:
+        if with_abandoned or mark_of(checkpoint) not in marks:
             yield checkpoint
 
 
@@ -117,22 +120,48 @@ def newest_ns(root: Store) -> int:
         StoreError: The root cannot be listed, or a manifest cannot be read.
     """
     names = [name for name in root.names() if not is_fence(name) and marked_name(name) is None]
-    commit_times = _commit_times(root, names, logging.DEBUG)
     now_ns = time.time_ns()
-    for at_ns, name in sorted(
-        ((at_ns, name) for name, at_ns in commit_times.items() if at_ns is not None), reverse=True
-    ):
-        if at_ns <= now_ns or (at_ns <= _LAST_NS and _is_valid(root.at(name))):
-            return int(at_ns)
+    for name, start in _newest_first(_starts(root, names, logging.DEBUG)):
+        if start.at_ns <= now_ns or (start.at_ns <= _LAST_NS and _is_valid(root.at(name))):
+            return int(start.at_ns)
         logger.warning("ignored a checkpoint with a corrupt or impossible commit time: %s", url_text(root.at(name).url))
     return 0
 
 
-def _commit_times(root: Store, names: Collection[str], level: int) -> dict[str, float | None]:
-    """Return the commit time of each checkpoint, as :func:`committed_ns` does; from a remote store, many at a time."""
+@dataclass(frozen=True)
+class _Start:
+    """The commit time and the digest in the first bytes of a manifest, which are not verified.
+
+    Attributes:
+        at_ns: The commit time as Unix time in nanoseconds. Infinity if they do not contain it, since it may be that of
+            the newest checkpoint, corrupt.
+        sha256: The digest of the manifest; None if they do not contain it.
+    """
+
+    at_ns: float
+    sha256: str | None
+
+    def is_marked(self, name: str, marks: Collection[str]) -> bool:
+        """Return whether this is the start of the manifest of an abandoned checkpoint, which need not be read.
+
+        Args:
+            name: The name of the checkpoint.
+            marks: The names of all files in the root.
+        """
+        return self.sha256 is not None and math.isfinite(self.at_ns) and mark_name(name, self.sha256) in marks
+
+
+def _starts(root: Store, names: Collection[str], level: int) -> dict[str, _Start | None]:
+    """Return the start of each checkpoint's manifest, as :func:`_start` does; from a remote store, many at a time."""
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="cnr-latest") as threads:  # begins none for local files
         run = map if root.is_local else threads.map
-        return dict(zip(names, run(lambda name: committed_ns(root.at(name), level), names), strict=True))
+        return dict(zip(names, run(lambda name: _start(root.at(name), level), names), strict=True))
+
+
+def _newest_first(starts: Mapping[str, _Start | None]) -> list[tuple[str, _Start]]:
+    """Return those that were found, with the names of their checkpoints, in the order of their commits."""
+    found = [(name, start) for name, start in starts.items() if start is not None]
+    return sorted(found, key=lambda item: (item[1].at_ns, item[0]), reverse=True)
 
 
 def _is_valid(store: Store) -> bool:
@@ -154,6 +183,12 @@ def committed_ns(store: Store, level: int) -> float | None:
     Raises:
         StoreError: The manifest cannot be read for another reason.
     """
+    start = _start(store, level)
+    return None if start is None else start.at_ns
+
+
+def _start(store: Store, level: int) -> _Start | None:
+    """Return the start of a checkpoint's manifest; None, logged and errors are as of :func:`committed_ns`."""
     try:
         start = store.read(MANIFEST_FILE, 0, _START_BYTES)
     except DamagedError as error:
@@ -166,4 +201,4 @@ def committed_ns(store: Store, level: int) -> float | None:
             raise
         return None
     at_ns = manifest_json.created_ns(start)
-    return math.inf if at_ns is None else at_ns
+    return _Start(math.inf if at_ns is None else at_ns, manifest_json.stated_digest(start))

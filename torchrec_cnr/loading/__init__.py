@@ -5,6 +5,7 @@ one load in order.
 
 - ``planner``: ``CNRLoadPlanner``, DCP's load planner: strict by default, and restores the tracker after a load.
 - ``reader``: ``CNRStorageReader``, DCP's storage reader: reads and verifies a whole checkpoint chain.
+- ``opened_chain``: the checkpoint chain of a load, whose older manifests the coordinator reads for all ranks.
 - ``fitting``: decides, once for all ranks, what of the checkpoint is loaded into what; also the names of objects that
   every rank has one of, such as data loader state.
 - ``load_report``: ``LoadReport``: what a load did with every name.

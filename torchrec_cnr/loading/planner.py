@@ -36,6 +36,7 @@ from torchrec_cnr.human_text import given_text
 from torchrec_cnr.lineage.checkpoint import Lineage
 from torchrec_cnr.loading.fitting import Fit, Wanted, saved_by_others
 from torchrec_cnr.loading.load_report import LoadReport
+from torchrec_cnr.loading.opened_chain import OpenedChain
 from torchrec_cnr.loading.read_items import LoadMetadata, SameLayout, SavedItem, TargetTables
 from torchrec_cnr.loading.row_maps import checked_resize
 from torchrec_cnr.loading.warm_start import WarmStart
@@ -173,7 +174,7 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         """Report to the coordinator what this rank wants."""
         items = self.state_dict.items()
         wanted = frozenset(Wanted.of(fqn, value, self.mappings[fqn], self._inference) for fqn, value in items)
-        return LoadPlan([], planner_data=_OfRank(wanted, self._lineage.newest.ref, self._warm_start))
+        return LoadPlan([], planner_data=_OfRank(wanted, self._chain.newest.ref, self._warm_start))
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Decide for all ranks what is loaded, because one rank need not have every tensor."""
@@ -182,7 +183,7 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         if len({rank.warm_start for rank in ranks}) > 1:
             raise ConfigurationError("'rename', 'resize' and 'only' must be the same on all ranks")
         wanted = frozenset[Wanted]().union(*(rank.wanted for rank in ranks))
-        newest = self._lineage.newest
+        newest = self._chain.newest
         ranked = {
             item.fqn: names
             for item in wanted
@@ -197,7 +198,7 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         if fitted.report.missing or fitted.report.unexpected:
             text = str(fitted.report).replace("\n", "; ")
             logger.warning("not everything is loaded, and the planner's report lists all names: %s", text)
-        is_complete = not self._warm_start and _is_complete(fitted, self._lineage)
+        is_complete = not self._warm_start and _is_complete(fitted, self._chain.read())
         decision = _Decision(fitted.report, fitted.sources, ranked, is_complete)
         return [replace(plan, planner_data=decision) for plan in global_plan]
 
@@ -272,13 +273,13 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         if self._tracker is None:
             return
         if self.is_coordinator:
-            restored_from(self._lineage.newest.store)
+            restored_from(self._chain.newest.store)
         loaded_ids = {id(shard) for key, shard in self._tracked.items() if key in self._restored}
         tracked_ids = {id(shard) for shard in self._tracker.shards if shard.rows.box.num_rows}
         if self._decision.is_complete and loaded_ids == tracked_ids:
-            self._tracker.restore(self._lineage.head)
+            self._tracker.restore(self._chain.read().head)
         else:
-            self._tracker.restore_partly(self._lineage.head)
+            self._tracker.restore_partly(self._chain.read().head)
 
     def _start_tracking(self, tracker: TrackedRows) -> None:
         self._restored = set()
@@ -299,11 +300,11 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         return self._loading
 
     @property
-    def _lineage(self) -> Lineage:
-        lineage = self._opened.lineage
-        if lineage is None:
+    def _chain(self) -> OpenedChain:
+        chain = self._opened.chain
+        if chain is None:
             raise LoadError("the load was planned although its checkpoint could not be read; call dcp.load")
-        return lineage
+        return chain
 
 
 def _put(state_dict: dict[str, Any], path: Sequence[str | int], value: Any) -> None:

@@ -27,6 +27,7 @@ from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import DTYPES, TensorEntry
 from torchrec_cnr.human_text import count_text
 from torchrec_cnr.lineage.checkpoint import Lineage
+from torchrec_cnr.loading.opened_chain import OpenedChain
 from torchrec_cnr.loading.row_maps import RowMap
 from torchrec_cnr.quantization.fbgemm_rows import InferenceRow
 from torchrec_cnr.reading.regions import LineageTensor, MappedRegion, Region, TensorRegion
@@ -38,20 +39,20 @@ class LoadMetadata(Metadata):
     """The reader's metadata.
 
     Attributes:
-        lineage: The checkpoint chain from which it was read.
+        chain: The checkpoint chain from which it was read.
         row_maps: The tensors of a warm start's row maps, int64 [rows], by their digests.
     """
 
-    lineage: Lineage | None = None
+    chain: OpenedChain | None = None
     row_maps: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, lineage: Lineage) -> "LoadMetadata":
+    def of(cls, chain: OpenedChain) -> "LoadMetadata":
         """Return a checkpoint chain as DCP describes it to planners."""
-        manifest = lineage.newest.manifest
+        manifest = chain.newest.manifest
         entries: dict[str, Any] = {fqn: _tensor_metadata(entry) for fqn, entry in manifest.tensors.items()}
         entries |= {fqn: BytesStorageMetadata() for fqn in manifest.objects}
-        return cls(entries, planner_data=dict(manifest.paths), lineage=lineage)
+        return cls(entries, planner_data=dict(manifest.paths), chain=chain)
 
 
 def _tensor_metadata(entry: TensorEntry) -> TensorStorageMetadata:

@@ -3,11 +3,13 @@
 The calls of one ``dcp.load``, in order, and the ranks on which DCP makes them:
 
     1. reset                  all ranks  begin a new load, perhaps with another checkpoint id
-    2. read_metadata          all ranks  read and validate the manifests from the checkpoint to its baseline
+    2. read_metadata          all ranks  read and validate the checkpoint's manifest; rank 0, all back to the baseline
     3. set_up_storage_reader  all ranks  raise an error of step 2, since DCP would lose its type there; take a lease
+                              coordinator  read the older manifests, if it is not rank 0
     4. prepare_local_plan     all ranks  nothing
-    5. prepare_global_plan    coordinator  nothing
-    6. read_data              all ranks  merge the chain into the planner's tensors; release the lease
+    5. prepare_global_plan    coordinator  send the older manifests with the plans
+    6. read_data              all ranks  validate the older manifests; merge the chain into the planner's tensors;
+                                         release the lease
 """
 
 import os
@@ -26,8 +28,10 @@ from torchrec_cnr import telemetry
 from torchrec_cnr.errors import CNRError, LoadError
 from torchrec_cnr.format.safe_pickle import serialized
 from torchrec_cnr.human_text import url_text
-from torchrec_cnr.lineage.checkpoint import Lineage, existing, read_lineage, read_objects
+from torchrec_cnr.lineage.checkpoint import existing, read_objects
+from torchrec_cnr.lineage.manifest_files import SentFiles
 from torchrec_cnr.lineage.recent import recent_checkpoints
+from torchrec_cnr.loading.opened_chain import OpenedChain
 from torchrec_cnr.loading.planner import CNRLoadPlanner
 from torchrec_cnr.loading.read_items import LoadMetadata, item_regions
 from torchrec_cnr.progress import Progress
@@ -101,26 +105,29 @@ class CNRStorageReader(StorageReader):
         self._end_lease()
         if checkpoint_id is not None:
             self._url = str(checkpoint_id)
-        self._lineage: Lineage | None = None
+        self._chain: OpenedChain | None = None
         self._failure: CNRError | None = None
         self._load_id = uuid.uuid4().hex[:16]
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the checkpoint's metadata. An error is raised one step later, because DCP would replace it here."""
         meta = StorageMeta(checkpoint_id=self._url, load_id=self._load_id)
-        self._lineage = self._failure = None
+        self._chain = self._failure = None
         try:
             store = replace(Store.open(self._url, row_log=self._log), copies=self._copies)
             self._url = meta.checkpoint_id = store.url
-            self._lineage = read_lineage(store).limited(self._bandwidth)
+            self._chain = OpenedChain(store, self._bandwidth)
         except CNRError as error:
             recent_checkpoints.forget()  # so that the next save looks at the whole chain
             self._failure = error
             return LoadMetadata({}, storage_meta=meta)
-        return replace(LoadMetadata.of(self._lineage), storage_meta=meta)
+        return replace(LoadMetadata.of(self._chain), storage_meta=meta)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raise an error of ``read_metadata``, if there is one; protect the checkpoint from pruning by a lease."""
+        """Raise an error of ``read_metadata``, if there is one; protect the checkpoint from pruning by a lease.
+
+        The coordinator reads the rest of the chain, unless it has done so, before any rank reads rows.
+        """
         failure, self._failure = self._failure, None
         try:
             if failure is not None:
@@ -128,6 +135,12 @@ class CNRStorageReader(StorageReader):
         finally:
             del failure  # its traceback refers to this frame: without this, both would be in a reference cycle
         self._end_lease()
+        if is_coordinator and self._chain is not None:
+            try:
+                self._chain.read()
+            except CNRError:
+                recent_checkpoints.forget()
+                raise
         self._lease = Lease.take(Store.open(self._url), "load")
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -135,8 +148,9 @@ class CNRStorageReader(StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged."""
-        return plans
+        """Attach the manifests that this rank has read for the others."""
+        sent = None if self._chain is None else self._chain.sent()
+        return plans if sent is None or len(plans) < 2 else [replace(plan, storage_data=sent) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Merge the checkpoint chain into the planner's tensors, and pass it the objects."""
@@ -151,16 +165,19 @@ class CNRStorageReader(StorageReader):
         return future
 
     def _read_data(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        if self._lineage is None:
+        if self._chain is None:
             raise LoadError(f"{self._url}: read_data was called before read_metadata; call dcp.load")
-        newest = self._lineage.newest
+        if isinstance(plan.storage_data, SentFiles):
+            self._chain.receive(plan.storage_data)
+        lineage = self._chain.read()
+        newest = lineage.newest
         tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
         targets = [planner.resolve_tensor(item).detach() for item in tensors]
         wait_for_devices(targets)  # training may still be writing to them, in a stream of its own
         forget_overwritten(targets)
         regions: list[Region] = []
         for item, target in zip(tensors, targets, strict=True):
-            own_regions = item_regions(self._lineage, item, target)
+            own_regions = item_regions(lineage, item, target)
             if isinstance(planner, CNRLoadPlanner) and newest.manifest.tensors[item.storage_index.fqn].is_table:
                 for region in own_regions:
                     if isinstance(region, TensorRegion):
@@ -168,7 +185,7 @@ class CNRStorageReader(StorageReader):
             regions += own_regions
         transforms = KnownTransforms()
         for turn in turns(regions):
-            plans = plan_fold(self._lineage, turn)
+            plans = plan_fold(lineage, turn)
             fold(plans, turn, self._thread_count, progress=self._progress, transforms=transforms)
         for item, target in zip(tensors, targets, strict=True):
             planner.commit_tensor(item, target)

@@ -103,11 +103,11 @@ def restore_newest(
             load(state, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
             return path, planner.report
         except CheckpointException as error:
-            failures = [failure for failure, _ in error.failures.values()]
-            if chosen or not all(isinstance(item, DamagedError | CheckpointNotFoundError) for item in failures):
+            reader.reset()  # else its lease would remain on ranks that had no error of their own
+            if chosen or (failure := _corruption(error)) is None:
                 raise
-            logger.warning("cannot restore from %s, trying the previous checkpoint: %s", path, failures[0])
-            passed_over.append(f"{path}: {failures[0]}")
+            logger.warning("cannot restore from %s, trying the previous checkpoint: %s", path, failure)
+            passed_over.append(f"{path}: {failure}")
         except BaseException:  # from a Stateful, whose load_state_dict DCP calls after the planner has finished
             if tracker is not None:
                 tracker.forget()
@@ -120,6 +120,13 @@ def _check_none(root: str | os.PathLike[str], passed_over: Sequence[str]) -> Non
     """Raise an error if there are checkpoints that could not be restored."""
     if passed_over:
         raise DamagedError(f"{root}: no checkpoint can be restored: " + "; ".join(passed_over))
+
+
+def _corruption(error: CheckpointException) -> BaseException | None:
+    """Return the error of a load that failed because a checkpoint is corrupt or missing; otherwise None."""
+    failures = [failure for failure, _ in error.failures.values()]
+    is_corrupt = all(isinstance(failure, DamagedError | CheckpointNotFoundError) for failure in failures)
+    return failures[0] if is_corrupt else None
 
 
 def create_optimizer_state(state: Mapping[str, Any], checkpoint: Store) -> None:

@@ -21,9 +21,9 @@ from typing import Any
 
 import msgspec
 
-from torchrec_cnr.errors import CheckpointExistsError, FencedError, StoreError
+from torchrec_cnr.errors import CheckpointExistsError, FencedError
 from torchrec_cnr.storage.files import Listing
-from torchrec_cnr.storage.store import NOT_THERE, Store
+from torchrec_cnr.storage.store import Store
 from torchrec_cnr.storage.urls import without_client
 
 _MAX_BYTES = 1 << 12  # of a fence
@@ -127,23 +127,14 @@ class JobFences(dict[str, Fence]):
         with _turn(root):  # otherwise a thread could replace what another thread saw later
             fence = self.get(url)
             if fence is None or is_new:
-                highest_number = highest(root, self._claimed(fence))
+                highest_number = highest(root, 0 if fence is None else fence.seen + self._has_claimed(fence))
                 if highest_number and not is_new and _read(root, highest_number) == self.owner:
                     highest_number -= 1  # another process that saves for this job has created it
                 fence = self[url] = Fence(root, highest_number, self.owner)
             return fence
 
-    def _claimed(self, fence: Fence | None) -> int:
-        """Return the number of a fence that this job has created, if the root still has it; otherwise 0."""
-        if fence is None or (without_client(fence.root.url), fence.seen, fence.owner) not in self.claimed:
-            return 0
-        try:
-            is_there = _read(fence.root, fence.seen + 1) == fence.owner
-        except StoreError as error:
-            if error.errno not in NOT_THERE:
-                raise
-            return 0
-        return fence.seen + 1 if is_there else 0
+    def _has_claimed(self, fence: Fence) -> bool:
+        return (without_client(fence.root.url), fence.seen, fence.owner) in self.claimed
 
     def adopt(self, job: "JobFences") -> None:
         """Save for the job of another process from now on."""
@@ -220,13 +211,17 @@ def is_fence(name: str) -> bool:
 
 
 def highest(root: Store, known: int = 0) -> int:
-    """Return the number of the highest fence; 0 if there is none.
+    """Return the number of the highest fence; 0 if there is none. Takes a logarithmic number of look-ups.
 
-    This takes a number of look-ups that is logarithmic in the number of fences above ``known``, which exists.
+    Args:
+        root: The root.
+        known: The number of a fence that this process has seen there, which is most often the highest. Two look-ups
+            then suffice. The root may have been removed since.
     """
-    low, high = known, known + 1
+    first = low = known if known and root.exists(_name(known)) else 0
+    high = low + 1
     while root.exists(_name(high)):
-        low, high = high, 2 * high - known
+        low, high = high, first + 2 * (high - first)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if root.exists(_name(middle)) else (low, middle)

@@ -132,8 +132,8 @@ def _plan_load(job: ManyRanks, path: Path) -> None:
     """Do what one rank does to load its shards, except reading: the metadata of all tensors, and the blobs to read."""
     reader = CNRStorageReader(path)
     reader.read_metadata()
-    lineage = reader._lineage
-    assert lineage is not None
+    assert reader._chain is not None
+    lineage = reader._chain.read()
     regions: list[Region] = []
     for table in job.tables:
         box, _ = table.boxes(0, job.num_ranks)
