@@ -43,6 +43,8 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
 SLOW = (
     "compaction",
     "growth",
+    "every-second",
+    "local-copies",
     "tracker",
     "gpu-marking",
     "headline",

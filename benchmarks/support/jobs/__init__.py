@@ -1,6 +1,7 @@
 """Jobs to measure.
 
 - ``async_saves``: asynchronous saves, by this library and by DCP.
+- ``frequent_saves``: the example's training with a save every second.
 - ``large_save``: a save of one large table, in a process of its own.
 - ``policy_runs``: runs of many checkpoints under a policy.
 - ``preempted_job``: a job on several ranks that a signal stops.
