@@ -27,6 +27,7 @@ from torchrec_cnr.format.safe_pickle import serialized
 from torchrec_cnr.human_text import url_text
 from torchrec_cnr.lineage.checkpoint import Lineage, existing, read_lineage, read_objects
 from torchrec_cnr.lineage.recent import recent_checkpoints
+from torchrec_cnr.loading.id_maps import sort_id_maps
 from torchrec_cnr.loading.planner import CNRLoadPlanner
 from torchrec_cnr.loading.read_items import LoadMetadata, item_regions
 from torchrec_cnr.progress import Progress
@@ -163,6 +164,7 @@ class CNRStorageReader(StorageReader):
         for turn in turns(regions):
             plans = plan_fold(self._lineage, turn)
             fold(plans, turn, self._thread_count, progress=self._progress, transforms=transforms)
+        sort_id_maps(getattr(planner, "state_dict", {}), [item.dest_index.fqn for item in tensors])
         for item, target in zip(tensors, targets, strict=True):
             planner.commit_tensor(item, target)
         objects = {item.storage_index.fqn: item for item in plan.items if item.type is LoadItemType.BYTE_IO}
