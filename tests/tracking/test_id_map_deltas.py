@@ -9,20 +9,20 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import SGD
 
 import torchrec_cnr as cnr
-from tests.support import faults, models
 from tests.tracking.id_map_jobs import (
     EMPTY,
     HASHED,
     NAMES,
     NUM_ROWS,
+    IdMapJob,
     IdMapModel,
+    assert_equal,
     buffers,
     by_row,
-    ids_of,
+    loaded,
     state,
     stored_rows,
     writer,
@@ -33,61 +33,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is"),
     pytest.mark.filterwarnings("ignore:To copy construct from a tensor"),
 ]
-
-
-class _Job:
-    """A model that is saved and restored under a root, and what each of its checkpoints must have."""
-
-    def __init__(self, root: Path, policy: cnr.Policy) -> None:
-        self.root, self.policy = root, policy
-        self.saved: list[tuple[Path, dict[str, torch.Tensor]]] = []
-        self.num_paths = 0
-        self.begin()
-
-    def begin(self) -> None:
-        self.model = IdMapModel()
-        self.tracker = cnr.RowTracker(self.model)
-        self.planner = cnr.CNRSavePlanner(self.tracker, policy=self.policy)
-        self.writer = writer(self.root / "unused")
-
-    def path(self) -> Path:
-        self.num_paths += 1
-        return self.root / str(self.num_paths)
-
-    def save(self, *, is_async: bool = False) -> cnr.Checkpoint:
-        path, content = self.path(), buffers(self.model)
-        if is_async:
-            future = models.save_behind(state(self.model), str(path), self.writer, self.planner)
-            self.model.look_up([1, 2, 3])  # what comes later is not in the checkpoint
-            self.model.place(0, 99)
-            future.result(timeout=60)
-        else:
-            dcp.save(state(self.model), checkpoint_id=str(path), storage_writer=self.writer, planner=self.planner)
-        self.saved.append((path, content))
-        return cnr.read_checkpoint(path)
-
-    def fail(self, phase: str) -> None:
-        with faults.failing(self.planner, self.writer, phase, "after", 0), pytest.raises(CheckpointException):
-            self.save()
-
-    def restore(self) -> None:
-        self.tracker.close()
-        self.begin()
-        planner = cnr.CNRLoadPlanner(self.tracker)
-        path = self.saved[-1][0]
-        dcp.load(state(self.model), storage_reader=cnr.CNRStorageReader(path), planner=planner)
-
-
-def _loaded(path: Path | str) -> dict[str, torch.Tensor]:
-    """What a load without a tracker has, with nothing called after it."""
-    model = IdMapModel()
-    dcp.load(state(model), storage_reader=cnr.CNRStorageReader(path))
-    return buffers(model)
-
-
-def _assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert ids_of(found) == ids_of(expected)
-    assert models.differing(found, expected) == []
 
 
 IDS = st.lists(st.integers(0, 40), min_size=1, max_size=8)
@@ -104,7 +49,7 @@ OPERATIONS = st.lists(
 
 
 def _live(root: Path, policy: cnr.Policy, operations: list[Any]) -> None:
-    job = _Job(root, policy)
+    job = IdMapJob(root, policy)
     for operation in (*operations, "save"):
         match operation:
             case ("look up", ids):
@@ -113,18 +58,18 @@ def _live(root: Path, policy: cnr.Policy, operations: list[Any]) -> None:
                 job.model.place(row, raw_id)
             case "save" | "save behind":
                 job.save(is_async=operation == "save behind")
-                _assert_equal(_loaded(job.saved[-1][0]), job.saved[-1][1])
+                assert_equal(loaded(job.saved[-1][0]), job.saved[-1][1])
             case "fail":
                 job.fail("write_data")
             case "fail late":
                 job.fail("finish_plan")
             case "restore" if job.saved:
                 job.restore()
-                _assert_equal(buffers(job.model), job.saved[-1][1])
+                assert_equal(buffers(job.model), job.saved[-1][1])
     for path, content in job.saved:
-        _assert_equal(_loaded(path), content)
+        assert_equal(loaded(path), content)
     cnr.compact(job.saved[-1][0], max_ratio=1.0)
-    _assert_equal(_loaded(job.saved[-1][0]), job.saved[-1][1])
+    assert_equal(loaded(job.saved[-1][0]), job.saved[-1][1])
     job.tracker.close()
 
 
@@ -155,7 +100,7 @@ def test_a_delta_has_the_rows_whose_values_differ(
     tmp_path_factory: pytest.TempPathFactory, first: list[list[int]], then: list[list[int]], places: int
 ) -> None:
     """No more and no fewer of any buffer, although one new id moves all later values of a sorted map."""
-    job = _Job(tmp_path_factory.mktemp("run"), cnr.Consecutive())
+    job = IdMapJob(tmp_path_factory.mktemp("run"), cnr.Consecutive())
     for ids in first:
         job.model.look_up(ids)
     assert set(stored_rows(job.save()).values()) == {None}
@@ -173,7 +118,7 @@ def test_a_delta_has_the_rows_whose_values_differ(
 
 def test_a_failed_save_loses_no_value(tmp_path: Path) -> None:
     """What changed before it is in the next delta, with what has changed since."""
-    job = _Job(tmp_path, cnr.Consecutive())
+    job = IdMapJob(tmp_path, cnr.Consecutive())
     job.model.look_up([5, 6, 7])
     job.save()
     job.model.look_up([8])
@@ -182,24 +127,24 @@ def test_a_failed_save_loses_no_value(tmp_path: Path) -> None:
     checkpoint = job.save()
     assert checkpoint.kind == "delta"
     assert stored_rows(checkpoint)["_mch_sorted_raw_ids"] == [2]
-    _assert_equal(_loaded(job.saved[-1][0]), buffers(job.model))
+    assert_equal(loaded(job.saved[-1][0]), buffers(job.model))
     job.tracker.close()
 
 
 def test_an_asynchronous_save_has_the_ids_of_its_beginning(tmp_path: Path) -> None:
     """Also in a delta, of which only the values that have changed are copied."""
-    job = _Job(tmp_path, cnr.Consecutive())
+    job = IdMapJob(tmp_path, cnr.Consecutive())
     job.model.look_up([5, 6, 7])
     job.save(is_async=True)
     assert stored_rows(job.save(is_async=True))["_mch_sorted_raw_ids"] == [3]
     for path, content in job.saved:
-        _assert_equal(_loaded(path), content)
+        assert_equal(loaded(path), content)
     job.tracker.close()
 
 
 def test_a_map_in_another_order_is_stored_as_it_is(tmp_path: Path) -> None:
     """If a sort would not bring it back. The checkpoints before and after it have it in the order of rows."""
-    job = _Job(tmp_path, cnr.Consecutive())
+    job = IdMapJob(tmp_path, cnr.Consecutive())
     job.model.look_up([5, 6, 7])
     job.save()
     ids = job.model.ids
@@ -210,19 +155,19 @@ def test_a_map_in_another_order_is_stored_as_it_is(tmp_path: Path) -> None:
     for _ in range(2):
         checkpoint = job.save()
         assert all(stored_rows(checkpoint)[name] in (None, [NUM_ROWS]) for name in NAMES)
-        _assert_equal(_loaded(job.saved[-1][0]), buffers(job.model))
+        assert_equal(loaded(job.saved[-1][0]), buffers(job.model))
     ids._mch_remapped_ids_mapping[3:5] = swapped.flip(0)
     assert stored_rows(job.save())["_mch_counts"] in (None, [NUM_ROWS])
     job.model.look_up([1])
     assert stored_rows(job.save())["_mch_sorted_raw_ids"] == [1]
-    _assert_equal(_loaded(job.saved[-1][0]), buffers(job.model))
+    assert_equal(loaded(job.saved[-1][0]), buffers(job.model))
     job.tracker.close()
 
 
 @pytest.mark.parametrize("names", [("first", "second", "third", "fourth"), (*NAMES[:3], "fourth")])
 def test_maps_under_other_names_are_stored_as_they_are(tmp_path: Path, names: tuple[str, ...]) -> None:
     """A load would not know that they must be sorted."""
-    job = _Job(tmp_path, cnr.Consecutive())
+    job = IdMapJob(tmp_path, cnr.Consecutive())
     tables = {name: value for name, value in job.model.state_dict().items() if "ids" not in name}
 
     def named() -> dict[str, Any]:
@@ -246,7 +191,7 @@ def test_buffers_that_were_left_out_are_stored_whole_when_they_return(
     tmp_path: Path, policy: cnr.Policy, left_out: str
 ) -> None:
     """Without one of its buffers, a map is stored as it is, and the next checkpoint has the order of rows again."""
-    job = _Job(tmp_path, policy)
+    job = IdMapJob(tmp_path, policy)
     job.model.look_up([5, 6, 7])
     job.save()
     job.model.look_up([8, 1])
@@ -257,13 +202,13 @@ def test_buffers_that_were_left_out_are_stored_whole_when_they_return(
     dcp.save(left, checkpoint_id=str(tmp_path / "left"), storage_writer=job.writer, planner=job.planner)
     job.model.look_up([9])
     assert job.save().kind == "delta"
-    _assert_equal(_loaded(job.saved[-1][0]), buffers(job.model))
+    assert_equal(loaded(job.saved[-1][0]), buffers(job.model))
     job.tracker.close()
 
 
 def test_checkpoints_with_whole_sorted_maps_load(tmp_path: Path) -> None:
     """As versions before this one wrote them, in deltas, too; and a job goes on from them."""
-    job = _Job(tmp_path, cnr.Consecutive())
+    job = IdMapJob(tmp_path, cnr.Consecutive())
     job.tracker.id_map_modules = ()
     for number in range(3):
         job.model.look_up([5 * number, 5 * number + 1])
@@ -271,12 +216,12 @@ def test_checkpoints_with_whole_sorted_maps_load(tmp_path: Path) -> None:
         assert set(stored_rows(job.save()).values()) == {None}
     assert cnr.load_table(job.saved[-1][0], f"model.ids.{NAMES[0]}").tolist() == job.saved[-1][1][NAMES[0]].tolist()
     job.restore()
-    _assert_equal(buffers(job.model), job.saved[-1][1])
+    assert_equal(buffers(job.model), job.saved[-1][1])
     for ids in ([1], [2, 3]):
         job.model.look_up(ids)
         checkpoint = job.save()
         assert checkpoint.kind == "delta"
-        _assert_equal(_loaded(job.saved[-1][0]), buffers(job.model))
+        assert_equal(loaded(job.saved[-1][0]), buffers(job.model))
     assert stored_rows(checkpoint)[NAMES[0]] == [2]
     job.tracker.close()
 
