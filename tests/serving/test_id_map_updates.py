@@ -53,17 +53,19 @@ def test_a_model_has_the_newest_map_after_each_update(
     job.tracker.close()
 
 
-def test_an_update_reads_deltas_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", [cnr.Consecutive(), cnr.OneShot()])
+def test_an_update_reads_deltas_alone(tmp_path: Path, policy: cnr.Policy) -> None:
     """And not the whole chain, as it would if the values of a map could not be applied without the others."""
-    job, model = IdMapJob(tmp_path, cnr.Consecutive()), IdMapModel()
+    job, model = IdMapJob(tmp_path, policy), IdMapModel()
     job.model.look_up([5, 6, 7])
     job.save()
     with following(model, tmp_path, key="model") as subscriber:
         assert subscriber.update() is not None
-        job.model.look_up([1, 6, 8])
-        job.save()
-        applied = subscriber.update()
-        assert applied is not None
-        assert (applied.kind, applied.num_checkpoints, applied.num_rows) == ("delta", 1, 0)
-        assert_equal(buffers(model), job.saved[-1][1])
+        for ids in ([1, 6, 8], [2, 9]):
+            job.model.look_up(ids)
+            job.save()
+            applied = subscriber.update()
+            assert applied is not None
+            assert (applied.kind, applied.num_checkpoints, applied.num_rows) == ("delta", 1, 0)
+            assert_equal(buffers(model), job.saved[-1][1])
     job.tracker.close()
