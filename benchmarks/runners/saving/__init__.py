@@ -14,4 +14,5 @@
 - ``training``: throughput of training with asynchronous saves.
 - ``transform_memory``: peak memory of a save of transform-coded rows.
 - ``transform_saves``: time of a delta save of transform-coded rows.
+- ``zch``: size of a delta with zero-collision hashing, which has an id map.
 """
