@@ -131,6 +131,24 @@ def test_a_failed_save_loses_no_value(tmp_path: Path) -> None:
     job.tracker.close()
 
 
+@pytest.mark.parametrize("policy", [cnr.Consecutive(), cnr.OneShot()])
+def test_a_delta_after_a_restore_has_what_has_changed_since(tmp_path: Path, policy: cnr.Policy) -> None:
+    """Or, if it is based on the baseline, also what deltas before the restore had."""
+    job = IdMapJob(tmp_path, policy)
+    job.model.look_up([5, 6, 7])
+    job.save()
+    job.model.look_up([8])
+    job.save()
+    job.restore()
+    job.model.look_up([9])
+    job.model.place(4, 4)
+    found = stored_rows(job.save())
+    assert found["_mch_sorted_raw_ids"] == [1 if policy == cnr.Consecutive() else 2]
+    assert (found["_mch_remapped_ids_mapping"], found["_hash_zch_metadata"]) == ([0], [1])
+    assert_equal(loaded(job.saved[-1][0]), job.saved[-1][1])
+    job.tracker.close()
+
+
 def test_an_asynchronous_save_has_the_ids_of_its_beginning(tmp_path: Path) -> None:
     """Also in a delta, of which only the values that have changed are copied."""
     job = IdMapJob(tmp_path, cnr.Consecutive())

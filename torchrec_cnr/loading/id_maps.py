@@ -67,19 +67,27 @@ def order_of(ids: Tensor) -> Tensor | None:
     return None if bool((ids[:-1] <= ids[1:]).all()) else ids.argsort(stable=True)
 
 
-def sort_id_maps(state_dict: Mapping[str, Any], fqns: Collection[str]) -> None:
+def sort_id_maps(state_dict: Mapping[str, Any], fqns: Collection[str]) -> Collection[str]:
     """Sort the id maps that were loaded, as TorchRec searches them.
 
     Args:
         state_dict: The flattened state dict.
         fqns: What of it was loaded.
+
+    Returns:
+        Those tensors of maps that were not saved in the order of rows.
     """
+    unordered: set[str] = set()
     for ids_fqn, members in sorted_maps(state_dict.keys() & set(fqns)).items():
-        shards = [local_shards(state_dict[fqn]) for fqn in members]
-        for number, ids in enumerate(local_shards(state_dict[ids_fqn])):
-            order = order_of(ids.tensor.detach())
-            for tensor in () if order is None else (of_fqn[number].tensor.detach() for of_fqn in shards):
+        shards = {fqn: [shard.tensor.detach() for shard in local_shards(state_dict[fqn])] for fqn in members}
+        numbers = shards.get(ids_fqn.removesuffix(SORTED_IDS) + ROW_NUMBERS, [])
+        if not numbers or not all(bool((each.diff() == 1).all()) for each in numbers):
+            unordered.update(members)
+        for index, ids in enumerate(shards[ids_fqn]):
+            order = order_of(ids)
+            for tensor in () if order is None else [of_fqn[index] for of_fqn in shards.values()]:
                 tensor.copy_(tensor.index_select(0, order))
+    return unordered
 
 
 def carried_ids(

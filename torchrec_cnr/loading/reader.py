@@ -155,7 +155,7 @@ class CNRStorageReader(StorageReader):
         regions: list[Region] = []
         for item, target in zip(tensors, targets, strict=True):
             own_regions = item_regions(self._lineage, item, target)
-            if isinstance(planner, CNRLoadPlanner) and newest.manifest.tensors[item.storage_index.fqn].is_table:
+            if isinstance(planner, CNRLoadPlanner) and planner.tracks(item):
                 for region in own_regions:
                     if isinstance(region, TensorRegion):
                         region.on_delta_rows = partial(planner.restore_rows, item)
@@ -164,14 +164,14 @@ class CNRStorageReader(StorageReader):
         for turn in turns(regions):
             plans = plan_fold(self._lineage, turn)
             fold(plans, turn, self._thread_count, progress=self._progress, transforms=transforms)
-        sort_id_maps(getattr(planner, "state_dict", {}), [item.dest_index.fqn for item in tensors])
+        unordered = sort_id_maps(getattr(planner, "state_dict", {}), [item.dest_index.fqn for item in tensors])
         for item, target in zip(tensors, targets, strict=True):
             planner.commit_tensor(item, target)
         objects = {item.storage_index.fqn: item for item in plan.items if item.type is LoadItemType.BYTE_IO}
         for fqn, value in read_objects(newest, objects, self._thread_count):
             planner.load_bytes(objects[fqn], serialized(value, f"{self._url}: object {fqn!r}"))
         if isinstance(planner, CNRLoadPlanner):
-            planner.finish_restore()
+            planner.finish_restore(unordered)
         wait_for_devices(targets)  # training may continue in a stream of its own
 
     def _end_lease(self) -> None:

@@ -11,7 +11,7 @@ sorts the buffers again (``loading.id_maps``). A snapshot that a stable sort wou
 reordered, and stored whole.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -113,7 +113,7 @@ class IdMapModule:
 
     def take(self) -> None:
         """Take a snapshot of the buffers, and mark the rows whose values have changed since the last one."""
-        live = {buffer.name: getattr(self._module, buffer.name).detach() for buffer in self.buffers}
+        live = {buffer.name: buffer.live for buffer in self.refreshed()}
         names = self.sorted_names
         positions = positions_of_rows(live[SORTED_IDS], live[ROW_NUMBERS]) if names else None
         is_known = self._has_row_order == (positions is not None)
@@ -127,10 +127,28 @@ class IdMapModule:
             buffer.take(own, values, is_known and (positions is not None or not buffer.name.startswith(SORTED_PREFIX)))
         self._has_row_order = positions is not None
 
-    def forget(self) -> None:
-        """Mark all values at the next snapshot."""
+    def refreshed(self) -> Sequence[IdMapBuffer]:
+        """Return the buffers, after looking for the module's present tensors."""
         for buffer in self.buffers:
-            buffer.forget()
+            buffer.live = getattr(self._module, buffer.name).detach()
+        return self.buffers
+
+    def restored(self, known: Collection[int]) -> None:
+        """Take a snapshot after a load, as the last checkpoint has it.
+
+        Args:
+            known: The ids of the buffers whose rows in the checkpoint are those of the snapshot.
+        """
+        self.take()
+        names = self.sorted_names
+        is_map_known = bool(self._has_row_order) and all(
+            id(buffer) in known for buffer in self.buffers if buffer.name in names
+        )
+        for buffer in self.buffers:
+            if is_map_known if buffer.name in names else id(buffer) in known:
+                buffer.rows.marked.zero_()
+            else:
+                buffer.forget()
 
     def locate(self, keys_by_memory: Mapping[MemoryKey | None, Collection[ShardKey]]) -> Iterator[LocatedBuffer]:
         """Yield the buffers in a state dict, after :meth:`take`. Those that are missing there are forgotten.

@@ -1,6 +1,6 @@
 """The tracker: finds the tables of a model, and offers methods to mark writes that it cannot detect."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -230,14 +230,18 @@ class RowTracker(TrackedRows):
             shard.accept_writes()
 
     @_OUTSIDE_INFERENCE
-    def restore(self, head: Head) -> None:
+    def restore(self, head: Head, known_buffers: Collection[int] = ()) -> None:
         """Record that the tables hold what ``head`` holds. ``CNRLoadPlanner`` calls this after a load.
+
+        Args:
+            head: The checkpoint that was loaded.
+            known_buffers: Ids of the id map buffers that it has in the order of a snapshot; others are stored whole.
 
         Raises:
             StateMismatchError: An id map cannot be divided as the ranks divide its table.
         """
         self._tables.id_maps.restored()
-        super().restore(head)
+        super().restore(head, known_buffers)
         if self._tables.replicas is not None:
             self._tables.replicas.restored()
         self._tables.references.take()

@@ -9,7 +9,7 @@ modified.
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 from weakref import WeakSet
@@ -282,14 +282,19 @@ class TrackedRows:
         """Forget the latest checkpoint. Until a commit or :meth:`restore`, the next save must be a baseline."""
         self.head = self.pending = None
 
-    def restore(self, head: Head) -> None:
-        """Record that the tables hold what ``head`` holds. The caller has already recorded the rows of its deltas."""
+    def restore(self, head: Head, known_buffers: Collection[int] = ()) -> None:
+        """Record that the tables hold what ``head`` holds. The caller has already recorded the rows of its deltas.
+
+        Args:
+            head: The checkpoint that was loaded.
+            known_buffers: Ids of the id map buffers that it has in the order of a snapshot; others are stored whole.
+        """
         self.head, self.pending = head, None
         self.num_restores = head.num_restores + 1
         for shard in self.shards:
             shard.restored()
         for module in self.id_map_modules:
-            module.forget()
+            module.restored(known_buffers)
 
     def restore_partly(self, head: Head) -> None:
         """Record that the tables hold a part of ``head``: its restores count for them, and so does this one."""
