@@ -24,6 +24,7 @@ from torchrec_cnr.tracking.modified_rows import ModifiedRows
 
 SORTED_IDS, ROW_NUMBERS, SORTED_PREFIX = "_mch_sorted_raw_ids", "_mch_remapped_ids_mapping", "_mch_"
 _NOT_OF_ROWS = "_output_segments_tensor"  # its size does not depend on the table, but may be equal
+_BLOCK_ROWS, _DEVICE_BLOCK_ROWS = 1 << 17, 1 << 24  # on the host, 1 MiB of int64; on a device, fewer launches
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -34,33 +35,42 @@ class IdMapBuffer:
         name: Its name in its module.
         rows: The rows whose values have changed.
         live: The module's own tensor, at the last snapshot.
-        values: What a save stores, [num_rows, ...]. A later snapshot replaces it, and does not write to it.
+        values: What a save stores, [num_rows, ...]. The next snapshot overwrites it, so the save must have ended then.
     """
 
     def __init__(self, name: str, live: Tensor) -> None:
         self.name = name
         self.live = self.values = live
         self.rows = ModifiedRows(name, Box.whole(tuple(live.shape)), live.device)
-        self._is_known = False
+        self._is_known = self._has_values = False
 
-    def take(self, live: Tensor, values: Tensor, is_known: bool) -> None:
+    def take(self, positions: Tensor | None, is_known: bool) -> None:
         """Mark the values that have changed since the last snapshot, or all if that snapshot is not comparable.
 
         Args:
-            live: The module's tensor.
-            values: Its values as a save stores them, in memory of their own.
+            positions: Where the value of each row is, int64 [num_rows]; None if the values are in order.
             is_known: Whether the order of the values is that of the last snapshot.
         """
-        last_values = self.values
-        if (last_values.shape, last_values.device) != (values.shape, values.device):
-            self.rows = ModifiedRows(self.name, Box.whole(tuple(values.shape)), values.device)
-        if not (self._is_known and is_known) or (last_values.shape, last_values.dtype) != (values.shape, values.dtype):
+        live, last_values = self.live, self.values
+        if (last_values.shape, last_values.device) != (live.shape, live.device):
+            self.rows = ModifiedRows(self.name, Box.whole(tuple(live.shape)), live.device)
+        kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in (last_values, live)]
+        if not self._has_values or kinds[0] != kinds[1]:
+            self.values = torch.empty_like(live, memory_format=torch.contiguous_format)
+            self._has_values, self._is_known = True, False
+        is_compared, bits = self._is_known and is_known, _BITS[live.element_size()]
+        # Block by block, because new memory for all values would cost more time than their comparison.
+        block_rows = _BLOCK_ROWS if live.device.type == "cpu" else _DEVICE_BLOCK_ROWS
+        for start in range(0, len(live), block_rows):
+            rows = slice(start, start + block_rows)
+            new = (live[rows] if positions is None else live.index_select(0, positions[rows])).contiguous()
+            if is_compared:
+                is_changed = new.view(bits) != self.values[rows].view(bits)
+                self.rows.marked[rows] |= is_changed if live.dim() == 1 else is_changed.flatten(1).any(1)
+            self.values[rows] = new
+        if not is_compared:
             self.rows.mark_all()
-        else:
-            bits = _BITS[values.element_size()]
-            is_changed = last_values.view(bits) != values.view(bits)
-            self.rows.mark_where(is_changed if values.dim() == 1 else is_changed.flatten(1).any(1))
-        self.live, self.values, self._is_known = live, values, True
+        self._is_known = True
 
     def forget(self) -> None:
         """Mark all values at the next snapshot."""
@@ -118,13 +128,11 @@ class IdMapModule:
         positions = positions_of_rows(live[SORTED_IDS], live[ROW_NUMBERS]) if names else None
         is_known = self._has_row_order == (positions is not None)
         for buffer in self.buffers:
-            own = live[buffer.name]
-            if positions is None or buffer.name not in names:
-                values = own.clone(memory_format=torch.contiguous_format)
+            if positions is not None and buffer.name in names:
+                buffer.take(positions, is_known)
             else:
-                values = own.index_select(0, positions)
-            # Without an order of rows, one new id moves all values, and their numbers would cost bytes.
-            buffer.take(own, values, is_known and (positions is not None or not buffer.name.startswith(SORTED_PREFIX)))
+                # Without an order of rows, one new id moves all values, and their numbers would cost bytes.
+                buffer.take(None, is_known and not buffer.name.startswith(SORTED_PREFIX))
         self._has_row_order = positions is not None
 
     def refreshed(self) -> Sequence[IdMapBuffer]:
@@ -176,11 +184,10 @@ def positions_of_rows(ids: Tensor, row_numbers: Tensor) -> Tensor | None:
         ids: int64 [num_rows], sorted. Rows without an id have the largest one.
         row_numbers: int64 [num_rows], a permutation of consecutive numbers.
     """
-    rows = row_numbers - row_numbers.min()
-    num_rows = len(rows)
-    if int(rows.max()) != num_rows - 1:
+    first, last, num_rows = int(row_numbers.min()), int(row_numbers.max()), len(row_numbers)
+    if last - first != num_rows - 1:
         return None
-    positions = torch.full_like(rows, -1)
-    positions[rows] = torch.arange(num_rows, device=rows.device)
+    rows = row_numbers - first if first else row_numbers
+    positions = torch.full_like(rows, -1).scatter_(0, rows, torch.arange(num_rows, device=rows.device))
     is_ordered = (ids[:-1] < ids[1:]) | ((ids[:-1] == ids[1:]) & (rows[:-1] < rows[1:]))
     return positions if bool((positions >= 0).all()) and bool(is_ordered.all()) else None
