@@ -84,9 +84,9 @@ def sort_id_maps(state_dict: Mapping[str, Any], fqns: Collection[str]) -> Collec
         if not numbers or not all(bool((each.diff() == 1).all()) for each in numbers):
             unordered.update(members)
         for index, ids in enumerate(shards[ids_fqn]):
-            order = order_of(ids)
-            for tensor in () if order is None else [of_fqn[index] for of_fqn in shards.values()]:
-                tensor.copy_(tensor.index_select(0, order))
+            if (order := order_of(ids)) is not None:
+                for tensor in [of_fqn[index] for of_fqn in shards.values()]:
+                    tensor.copy_(tensor.index_select(0, order))
     return unordered
 
 

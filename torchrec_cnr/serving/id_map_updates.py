@@ -55,6 +55,6 @@ class ServedIdMaps:
     def sort(self) -> None:
         """Sort the new values."""
         for ids, shards in self.members.items():
-            order = order_of(self.new[ids]) if ids in self.new else None
-            for values in () if order is None else (self.new[key] for key in shards if key in self.new):
-                values.copy_(values.index_select(0, order.to(values.device)))
+            if ids in self.new and (order := order_of(self.new[ids])) is not None:
+                for values in [self.new[key] for key in shards if key in self.new]:
+                    values.copy_(values.index_select(0, order.to(values.device)))
