@@ -12,6 +12,9 @@ from torch import nn
 from torch.optim import SGD
 
 import torchrec_cnr as cnr
+from tests.support import models, zoo
+from tests.support.ranks import RankPools
+from tests.support.zoo import Kind
 from tests.tracking.id_map_jobs import (
     EMPTY,
     HASHED,
@@ -283,3 +286,46 @@ def test_no_id_map_is_touched_by_training_of_a_model_without_one(tmp_path: Path)
     dcp.save(state(model), storage_writer=writer(tmp_path / "0"), planner=cnr.CNRSavePlanner(tracker))
     assert len(tracker.all_rows) == 1
     tracker.close()
+
+
+def _save_replicas(rank: int, root: str, differ: bool, is_async: bool) -> list[dict[str, Any]]:
+    """Save twice from ranks that have the whole maps; return what this rank had each time."""
+    torch.manual_seed(0)
+    job = IdMapJob(Path(root), cnr.Consecutive())
+    for number in range(3):
+        job.model.look_up([10 * number + (rank if differ and number == 1 else 5)])
+        job.save(is_async=is_async)
+    job.tracker.close()
+    return [content for _, content in job.saved]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("differ", [False, True])
+def test_replicas_that_differ_are_not_mixed(tmp_path: Path, rank_pool: RankPools, differ: bool, is_async: bool) -> None:
+    """Two ranks that changed the same rows to other values store the map of one of them whole."""
+    contents = rank_pool(2).run(_save_replicas, str(tmp_path), differ, is_async)
+    checkpoints = [cnr.read_checkpoint(tmp_path / str(number)) for number in (1, 2, 3)]
+    assert [checkpoint.kind for checkpoint in checkpoints] == ["baseline", "delta", "delta"]
+    assert (stored_rows(checkpoints[1])["_mch_sorted_raw_ids"] is None) == differ
+    for number, checkpoint in enumerate(checkpoints):
+        found = loaded(checkpoint.store.url)
+        differing = [models.differing(found, of_rank[number]) for of_rank in contents]
+        assert [] in differing
+        assert differ or differing == [[], []]
+
+
+def _save_in_two_dimensions(rank: int, root: str) -> bool:
+    job = zoo.build(Kind("ManagedCollisionEmbeddingBagCollection", "row_wise", "Adagrad", num_replicas=2), seed=1)
+    tracker = cnr.RowTracker(job.model)
+    for number in range(2):
+        zoo.train(job, number)  # replicas are never synchronized: TorchRec expects MPZCH's modules there
+        saved = zoo.save(job, tracker, f"{root}/{number}")
+    tracker.close()
+    assert saved.kind == "delta"
+    entries = {fqn: entry for fqn, entry in saved.manifest.tensors.items() if "._mch_" in fqn}
+    return len(entries) == 8 and all(entry.is_whole for entry in entries.values())
+
+
+def test_maps_of_a_model_in_two_dimensions_are_stored_whole(tmp_path: Path, rank_pool: RankPools) -> None:
+    """Each save has the map of one of its replicas, and not always of the same."""
+    assert rank_pool(4).run(_save_in_two_dimensions, str(tmp_path)) == [True] * 4

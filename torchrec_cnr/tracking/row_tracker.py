@@ -284,7 +284,7 @@ class _Tables:
         device_caches: Kernels that cache rows of host memory on a device.
         hooks: All hooks.
         id_maps: The id maps of managed collisions.
-        id_map_modules: The modules of these maps.
+        id_map_modules: The modules of these maps of which a delta has some values.
         replicas: The replicas of a 2-D parallel model, or None.
         aliases: Other tensors over the memory of unsharded tables.
         references: Digests of the rows that should be unchanged.
@@ -348,7 +348,8 @@ class _Tables:
             [cache for _, module in collections for cache in device_caches(module)],
             hooks,
             IdMaps(model),
-            find_id_maps(model),
+            # Replicas of a map may differ, and DCP stores one of them, each time another. So it is stored whole.
+            find_id_maps(model) if replicas is None else (),
             replicas,
             Aliases(model, plain),
             ReferenceDigests(shards if verify_untracked else ()),
