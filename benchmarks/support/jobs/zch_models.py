@@ -19,6 +19,7 @@ from torchrec.distributed.sharding_plan import construct_module_sharding_plan, r
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 from torchrec.modules.mc_modules import ManagedCollisionCollection, MCHEvictionPolicy, MCHManagedCollisionModule
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -27,9 +28,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from benchmarks.support.jobs.table_models import CPU
 
 _FEATURE, _TABLE = "f", "t"
+_HOUR = 500_000
 _LARGEST_ID = (1 << 62) - 1
 _COUNT_EXPONENT = 1.2  # counts of ids are distributed like a Pareto variable with this exponent
-_IDS_FQN = "_managed_collision_collection."
+_IDS_FQNS = ("_managed_collision_collection.", "hashed.")
 
 
 class ZchModel:
@@ -102,6 +104,45 @@ class ZchModel:
 
     def save(self, writer: StorageWriter, planner: SavePlanner, *, with_ids: bool) -> None:
         """Call ``dcp.save`` of the table and its optimizer state, with or without the buffers of the ids."""
-        model = {fqn: value for fqn, value in self.sharded.state_dict().items() if with_ids or _IDS_FQN not in fqn}
-        state = {"model": model, "optim": self.sharded.fused_optimizer.state_dict()}
-        dcp.save(state, storage_writer=writer, planner=planner)  # type: ignore[attr-defined]
+        _save(self.sharded, writer, planner, with_ids=with_ids)
+
+
+class HashedModel:
+    """A table whose rows belong to raw ids by their hash (MPZCH), with the hour of the last use of each row.
+
+    The kernels that look ids up need a GPU, so the buffers are written to as they would.
+
+    Attributes:
+        sharded: The model, which is not sharded.
+    """
+
+    def __init__(self, num_rows: int, dim: int, hours: int) -> None:
+        torch.manual_seed(0)
+        self._num_rows, self._hours = num_rows, hours
+        self._ids = HashZchManagedCollisionModule(num_rows, CPU, total_num_buckets=1)
+        self._ids._hash_zch_identities.data.copy_(torch.randint(_LARGEST_ID, (num_rows, 1)))
+        self._ids._hash_zch_metadata = torch.randint(_HOUR - 100, _HOUR, (num_rows, 1), dtype=torch.int32)
+        self._table = nn.EmbeddingBag(num_rows, dim, sparse=True)
+        self._optimizer = SGD(self._table.parameters(), lr=0.05)
+        self.sharded = nn.ModuleDict({"table": self._table, "hashed": self._ids})
+
+    def modify(self, share: float, new_share: float) -> None:
+        """Train a share of the rows, in the present hours; a part of them are rows of ids that come in."""
+        rows = torch.randperm(self._num_rows)[: round(share * self._num_rows)]
+        new_rows = rows[: round(new_share * len(rows))]
+        self._ids._hash_zch_identities.data[new_rows] = torch.randint(_LARGEST_ID, (len(new_rows), 1))
+        hours = torch.randint(_HOUR, _HOUR + self._hours, (len(rows), 1), dtype=torch.int32)
+        self._ids._hash_zch_metadata[rows] = hours
+        self._table(rows[:, None]).sum().backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def save(self, writer: StorageWriter, planner: SavePlanner, *, with_ids: bool) -> None:
+        """Call ``dcp.save`` of the table, with or without the buffers of the ids."""
+        _save(self.sharded, writer, planner, with_ids=with_ids)
+
+
+def _save(model: nn.Module, writer: StorageWriter, planner: SavePlanner, *, with_ids: bool) -> None:
+    fqns = [fqn for fqn in model.state_dict() if with_ids or not any(part in fqn for part in _IDS_FQNS)]
+    state = {"model": {fqn: value for fqn, value in model.state_dict().items() if fqn in fqns}}
+    dcp.save(state, storage_writer=writer, planner=planner)  # type: ignore[attr-defined]
