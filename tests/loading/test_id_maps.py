@@ -1,4 +1,4 @@
-"""Warm starts of managed collisions: in a table with more rows, each id keeps its row, its state and its counts."""
+"""Loads of managed collisions: id maps come back bit for bit, and in a table with more rows each id keeps its row."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,6 +37,7 @@ SMALL, LARGE = 24, 37
 _MODULE = "model.mc._managed_collision_collection._managed_collision_modules.t0."
 _TABLE = "model.mc._embedding_module.embedding_bags.t0.weight"
 _SUM = "optim.state.mc._embedding_module.embedding_bags.t0.weight.t0.momentum1"
+_IDS, _ROWS = f"{_MODULE}_mch_sorted_raw_ids", f"{_MODULE}_mch_remapped_ids_mapping"
 _EMPTY = torch.iinfo(torch.int64).max
 
 
@@ -104,6 +105,10 @@ def _rows_of_ids(held: dict[str, Any]) -> dict[int, tuple[Any, ...]]:
 
 
 def _saved(rank: int, root: str) -> dict[int, tuple[Any, ...]]:
+    return _rows_of_ids(_whole_saved(rank, root))
+
+
+def _whole_saved(rank: int, root: str) -> dict[str, Any]:
     model = _job(SMALL, 1)
     tracker = cnr.RowTracker(model)
     for number in range(3):
@@ -112,7 +117,7 @@ def _saved(rank: int, root: str) -> dict[int, tuple[Any, ...]]:
         planner = cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive())
         dcp.save(_state(model), storage_writer=models.writer(f"{root}/{number}"), planner=planner)
     tracker.close()
-    return _rows_of_ids(whole(_state(model)))
+    return whole(_state(model))
 
 
 def _carried(rank: int, root: str, num_rows: int) -> tuple[dict[int, tuple[Any, ...]], dict[str, Any]]:
@@ -144,6 +149,48 @@ def test_ids_keep_their_rows(tmp_path: Path, rank_pool: RankPools, num_saved: in
     assert carried == saved
     assert _rows_of_ids(later).keys() == {*OLD_IDS, *NEW_IDS}
     assert cnr.read_checkpoint(tmp_path / "new").kind == "baseline"
+
+
+def _loaded(rank: int, root: str, number: int) -> dict[str, Any]:
+    """Load a checkpoint in place, with DCP's planner, and do nothing else."""
+    model = _job(SMALL, 3)
+    dcp.load(_state(model), storage_reader=cnr.CNRStorageReader(f"{root}/{number}"))
+    ids = [buffer for name, buffer in model.named_buffers() if name.endswith("._mch_sorted_raw_ids")]
+    assert [bool((one.diff() >= 0).all()) for one in ids] == [True]
+    return whole(_state(model))
+
+
+def _go_on(rank: int, root: str) -> dict[str, Any]:
+    """Load a checkpoint, train, and save the next two."""
+    model = _job(SMALL, 2)
+    tracker = cnr.RowTracker(model)
+    dcp.load(_state(model), storage_reader=cnr.CNRStorageReader(f"{root}/2"), planner=cnr.CNRLoadPlanner(tracker))
+    for number in (3, 4):
+        for step in range(2):
+            _train(model, 2 * number + step, [*OLD_IDS, *NEW_IDS[: number - 2]])
+        planner = cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive())
+        dcp.save(_state(model), storage_writer=models.writer(f"{root}/{number}"), planner=planner)
+    tracker.close()
+    return whole(_state(model))
+
+
+@pytest.mark.parametrize(("num_saved", "num_ranks"), [(2, 2), (2, 1), (1, 1)])
+def test_maps_of_deltas_load_bit_for_bit(tmp_path: Path, rank_pool: RankPools, num_saved: int, num_ranks: int) -> None:
+    """On as many ranks; on fewer, sorted together. Deltas have few of their values, also after a restore."""
+    saved = rank_pool(num_saved).run(_whole_saved, str(tmp_path))[0]
+    loaded = rank_pool(num_ranks).run(_loaded, str(tmp_path), 2)[0]
+    if num_ranks < num_saved:
+        order = saved[_IDS].argsort(stable=True)
+        saved |= {name: value[order] for name, value in saved.items() if f"{_MODULE}_mch_" in name}
+    assert models.differing(saved, loaded) == []
+    latest = rank_pool(num_ranks).run(_go_on, str(tmp_path))[0]
+    assert models.differing(latest, rank_pool(num_ranks).run(_loaded, str(tmp_path), 4)[0]) == []
+    for number in (2, 3, 4):
+        checkpoint = cnr.read_checkpoint(tmp_path / str(number))
+        shards = checkpoint.manifest.tensors[_IDS].shards
+        assert checkpoint.kind == "delta"
+        assert sum(shard.rows.num_rows for shard in shards) < SMALL / 2
+        assert sum(shard.rows.num_rows for shard in checkpoint.manifest.tensors[_ROWS].shards) == 0
 
 
 def _refused(rank: int, root: str, num_rows: int, resize: Any) -> str:

@@ -22,6 +22,7 @@ from tests.support import models, without_us
 from tests.support.jobs import save
 from tests.support.models import Whole, differing, state, torchrec_job, train, whole
 from tests.support.ranks import RankPools
+from tests.tracking.id_map_jobs import IdMapJob, IdMapModel, assert_equal, buffers
 from torchrec_cnr.format.boxes import fills
 from torchrec_cnr.lineage.checkpoint import read_lineage
 from torchrec_cnr.maintenance.export import contents, to_safetensors
@@ -193,6 +194,27 @@ def test_tensors_within_objects_are_exported(to: Format, tmp_path: Path) -> None
     for value, expected in zip((*found["o"]["x"], found["t"]), (*values, torch.ones(3)), strict=True):
         assert value.dtype is expected.dtype
         assert torch.equal(value, expected)
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+@pytest.mark.parametrize("to", ["dcp", "torch"])
+def test_id_maps_are_exported_as_torchrec_has_them(to: Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sorted by raw id, also if a stock load copies them in place; checkpoints have them in the order of rows."""
+    monkeypatch.setattr(contents, "HELD_BYTES", 40)
+    job = IdMapJob(tmp_path, cnr.Consecutive())
+    for ids in ([9, 5, 7], [8, 1]):
+        job.model.look_up(ids)
+        job.save()
+    export(job.saved[-1][0], tmp_path / "out", to=to)
+    other = IdMapModel()
+    if to == "torch":
+        found = torch.load(tmp_path / "out", weights_only=True)["model"]
+        for name, value in other.state_dict().items():
+            value.copy_(found[name])
+    else:
+        dcp.load({"model": other.state_dict()}, storage_reader=dcp.FileSystemReader(tmp_path / "out"))
+    assert_equal(buffers(other), job.saved[-1][1])
+    job.tracker.close()
 
 
 sizes = st.lists(st.integers(0, 9), max_size=3).map(tuple)

@@ -11,7 +11,7 @@ one load in order.
 - ``load_report``: ``LoadReport``: what a load did with every name.
 - ``warm_start``: fits a checkpoint to another model, by rules for names and sizes.
 - ``row_maps``: from which saved row each row of a resized table is loaded.
-- ``id_maps``: carries the ids of managed collisions over to tables with more rows.
+- ``id_maps``: sorts the id maps of managed collisions, and carries ids over to tables with more rows.
 - ``optimizer_state``: pairs optimizer state that has other names because the sharding of its table changed.
 - ``read_items``: layouts, which convert what was saved to what is wanted; the reads that fill a rank's local shards, as
   items of DCP's load plan; and the regions of the checkpoint chain that each item needs.

@@ -1,4 +1,7 @@
-"""Ids of managed collisions in a warm start with more rows: ids keep their rows.
+"""Id maps of managed collisions after a load, and in a warm start with more rows, in which ids keep their rows.
+
+TorchRec's ``MCHManagedCollisionModule`` keeps its buffers sorted by raw id. Checkpoints have them in the order of the
+table's rows (``tracking.id_map_buffers``), or sorted for each rank that saved them. So a load sorts them again.
 
 A managed-collision module maps ids to rows of its table. Each of its shards has the ids of one range of hash values,
 and assigns them rows of the same shard of the table. In a table with more rows every shard has more, so the rows of all
@@ -13,17 +16,22 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
 
 from torchrec_cnr.format.manifest import Manifest, TensorEntry
 from torchrec_cnr.loading.optimizer_state import Size, StateName, weight_of
 from torchrec_cnr.loading.row_maps import RowMap
+from torchrec_cnr.sharding import local_shards
+from torchrec_cnr.tracking.id_map_buffers import ROW_NUMBERS, SORTED_IDS, SORTED_PREFIX
 
 _IDS = re.compile(
     r"(?P<before>.*)(?P<module>_managed_collision_collection\._managed_collision_modules\.(?P<table>[^.]+)\.)"
     r"(?P<name>_mch_sorted_raw_ids|_hash_zch_identities)"
 )
 _BY_HASH = "its module places ids by their hash and the number of rows. Leave its tensors out, with 'only'"
-_SORTED, _ROWS, _SEGMENTS = "_mch_sorted_raw_ids", "_mch_remapped_ids_mapping", "_output_segments_tensor"
+_SORTED, _ROWS, _SEGMENTS = SORTED_IDS, ROW_NUMBERS, "_output_segments_tensor"
 
 
 @dataclass
@@ -46,6 +54,40 @@ class CarriedIds:
 def is_id_map(fqn: str) -> bool:
     """Return whether a tensor has the ids of a managed-collision module."""
     return _IDS.fullmatch(fqn) is not None
+
+
+def sorted_maps(fqns: Collection[str]) -> Mapping[str, Sequence[str]]:
+    """Return the tensors with raw ids that TorchRec keeps sorted, each with all those that are sorted with it."""
+    prefixes = {fqn: fqn.removesuffix(_SORTED) + SORTED_PREFIX for fqn in fqns if fqn.endswith(f".{_SORTED}")}
+    return {ids: [fqn for fqn in fqns if fqn.startswith(prefix)] for ids, prefix in prefixes.items()}
+
+
+def order_of(ids: Tensor) -> Tensor | None:
+    """Return where each value of a sorted id map is in one that is not, int64 [num_rows]; None if it is sorted."""
+    return None if bool((ids[:-1] <= ids[1:]).all()) else ids.argsort(stable=True)
+
+
+def sort_id_maps(state_dict: Mapping[str, Any], fqns: Collection[str]) -> Collection[str]:
+    """Sort the id maps that were loaded, as TorchRec searches them.
+
+    Args:
+        state_dict: The flattened state dict.
+        fqns: What of it was loaded.
+
+    Returns:
+        Those tensors of maps that were not saved in the order of rows.
+    """
+    unordered: set[str] = set()
+    for ids_fqn, members in sorted_maps(state_dict.keys() & set(fqns)).items():
+        shards = {fqn: [shard.tensor.detach() for shard in local_shards(state_dict[fqn])] for fqn in members}
+        numbers = shards.get(ids_fqn.removesuffix(SORTED_IDS) + ROW_NUMBERS, [])
+        if not numbers or not all(bool((each.diff() == 1).all()) for each in numbers):
+            unordered.update(members)
+        for index, ids in enumerate(shards[ids_fqn]):
+            if (order := order_of(ids)) is not None:
+                for tensor in [of_fqn[index] for of_fqn in shards.values()]:
+                    tensor.copy_(tensor.index_select(0, order))
+    return unordered
 
 
 def carried_ids(

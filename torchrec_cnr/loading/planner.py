@@ -19,7 +19,7 @@ The calls of one ``dcp.load``, in order, and the ranks on which DCP makes them:
 
 import io
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,6 +42,7 @@ from torchrec_cnr.loading.row_maps import checked_resize
 from torchrec_cnr.loading.warm_start import WarmStart
 from torchrec_cnr.sharding import ShardKey, local_shards, memory_key
 from torchrec_cnr.storage.fences import restored_from
+from torchrec_cnr.tracking.id_map_buffers import IdMapBuffer
 from torchrec_cnr.tracking.tracked_tables import TrackedRows, TrackedShard, check_tracker
 
 logger = logging.getLogger(__name__)
@@ -136,6 +137,7 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         self._decision: _Decision | None = None
         self._inference = TargetTables(()) if inference is None else inference
         self._tracked: dict[ShardKey, TrackedShard] = {}
+        self._buffers: dict[ShardKey, IdMapBuffer] = {}
         self._restored: set[ShardKey] = set()
         self._ranked: dict[str, Any] = {}
         self._report: LoadReport | None = None
@@ -259,14 +261,22 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         """Record that a region was loaded."""
         self._restored.add(_key(read_item))
 
+    def tracks(self, item: ReadItem) -> bool:
+        """Return whether the rows of an item that came from a delta are to be recorded."""
+        return _key(item) in self._tracked or _key(item) in self._buffers
+
     def restore_rows(self, item: ReadItem, rows: Tensor) -> None:
         """Record rows that came from a delta and so were modified since the baseline, int64 [k] within the target."""
-        shard = self._tracked.get(_key(item))
-        if shard is not None:
-            shard.rows.restore_rows(rows + int(item.dest_offsets[0]))
+        key = _key(item)
+        tracked = self._tracked[key] if key in self._tracked else self._buffers[key]
+        tracked.rows.restore_rows(rows + int(item.dest_offsets[0]))
 
-    def finish_restore(self) -> None:
-        """Restore the tracker after everything was read. If something was left out, the next save is a baseline."""
+    def finish_restore(self, unordered: Collection[str]) -> None:
+        """Restore the tracker after everything was read. If something was left out, the next save is a baseline.
+
+        Args:
+            unordered: Tensors of id maps whose rows in the checkpoint are not those of a next delta.
+        """
         if self._decision is None:
             return
         self._report = self._decision.report
@@ -277,21 +287,27 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         loaded_ids = {id(shard) for key, shard in self._tracked.items() if key in self._restored}
         tracked_ids = {id(shard) for shard in self._tracker.shards if shard.rows.box.num_rows}
         if self._decision.is_complete and loaded_ids == tracked_ids:
-            self._tracker.restore(self._chain.read().head)
+            known = [key for key in self._buffers.keys() & self._restored if key[0] not in unordered]
+            self._tracker.restore(self._chain.read().head, {id(self._buffers[key]) for key in known})
         else:
             self._tracker.restore_partly(self._chain.read().head)
 
     def _start_tracking(self, tracker: TrackedRows) -> None:
         self._restored = set()
         by_memory = {memory_key(shard.weight): shard for shard in tracker.shards}
-        self._tracked = {}
-        for fqn, value in self.state_dict.items():
-            for local in local_shards(value):
-                shard = by_memory.get(memory_key(local.tensor))
-                if shard is not None and local.box.num_rows:
-                    self._tracked[fqn, local.box.offsets] = shard
-        for shard in tracker.shards:
-            shard.rows.restore()
+        keys = {
+            (fqn, local.box.offsets): memory_key(local.tensor)
+            for fqn, value in self.state_dict.items()
+            for local in local_shards(value)
+            if local.box.num_rows
+        }
+        self._tracked = {key: by_memory[memory] for key, memory in keys.items() if memory in by_memory}
+        buffers = {
+            memory_key(buffer.live): buffer for module in tracker.id_map_modules for buffer in module.refreshed()
+        }
+        self._buffers = {key: buffers[memory] for key, memory in keys.items() if memory in buffers}
+        for rows in tracker.all_rows:
+            rows.restore()
 
     @property
     def _opened(self) -> LoadMetadata:

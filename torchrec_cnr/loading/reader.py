@@ -31,6 +31,7 @@ from torchrec_cnr.human_text import url_text
 from torchrec_cnr.lineage.checkpoint import existing, read_objects
 from torchrec_cnr.lineage.manifest_files import SentFiles
 from torchrec_cnr.lineage.recent import recent_checkpoints
+from torchrec_cnr.loading.id_maps import sort_id_maps
 from torchrec_cnr.loading.opened_chain import OpenedChain
 from torchrec_cnr.loading.planner import CNRLoadPlanner
 from torchrec_cnr.loading.read_items import LoadMetadata, item_regions
@@ -178,7 +179,7 @@ class CNRStorageReader(StorageReader):
         regions: list[Region] = []
         for item, target in zip(tensors, targets, strict=True):
             own_regions = item_regions(lineage, item, target)
-            if isinstance(planner, CNRLoadPlanner) and newest.manifest.tensors[item.storage_index.fqn].is_table:
+            if isinstance(planner, CNRLoadPlanner) and planner.tracks(item):
                 for region in own_regions:
                     if isinstance(region, TensorRegion):
                         region.on_delta_rows = partial(planner.restore_rows, item)
@@ -187,13 +188,14 @@ class CNRStorageReader(StorageReader):
         for turn in turns(regions):
             plans = plan_fold(lineage, turn)
             fold(plans, turn, self._thread_count, progress=self._progress, transforms=transforms)
+        unordered = sort_id_maps(getattr(planner, "state_dict", {}), [item.dest_index.fqn for item in tensors])
         for item, target in zip(tensors, targets, strict=True):
             planner.commit_tensor(item, target)
         objects = {item.storage_index.fqn: item for item in plan.items if item.type is LoadItemType.BYTE_IO}
         for fqn, value in read_objects(newest, objects, self._thread_count):
             planner.load_bytes(objects[fqn], serialized(value, f"{self._url}: object {fqn!r}"))
         if isinstance(planner, CNRLoadPlanner):
-            planner.finish_restore()
+            planner.finish_restore(unordered)
         wait_for_devices(targets)  # training may continue in a stream of its own
 
     def _end_lease(self) -> None:

@@ -7,6 +7,7 @@ An asynchronous save copies rows at the same moment (``staging``). The snapshot 
 planning needs, whichever thread or process does it.
 """
 
+import hashlib
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ReferenceType, WeakSet, ref
 
+import torch
 from torch import Tensor
 
 from torchrec_cnr.errors import ConfigurationError, SaveError
@@ -25,9 +27,10 @@ from torchrec_cnr.policies import Compacted, Policy, Since
 from torchrec_cnr.saving.running_saves import RunningSave
 from torchrec_cnr.saving.sinks import FILES, Captured, RowDestination
 from torchrec_cnr.saving.staged_values import StagedValue
-from torchrec_cnr.sharding import ShardKey, local_shards, memory_key, wait_for_devices
+from torchrec_cnr.sharding import LocalShard, ShardKey, local_shards, memory_key, wait_for_devices
 from torchrec_cnr.storage.store import Store
-from torchrec_cnr.tracking.modified_rows import ModifiedRows, RowList, SelectedRows
+from torchrec_cnr.tracking.id_map_buffers import LocatedBuffer
+from torchrec_cnr.tracking.modified_rows import ModifiedRows, RowList, RowMask, SelectedRows, numbers_of
 from torchrec_cnr.tracking.tracked_tables import Pending, TrackedRows, TrackedShard
 
 TIMEOUT_SECS = 1800.0
@@ -65,6 +68,7 @@ class TrackedItem:
             based on one of them must store all rows.
         table_row_bytes: Bytes of one row of the table.
         live_state: For optimizer state, the optimizer's own tensor.
+        is_of_id_map: Whether it is a buffer of an id map. It is handled like a table of its own.
     """
 
     fqn: str
@@ -76,16 +80,17 @@ class TrackedItem:
     replaced_since: frozenset[Since] = frozenset()
     table_row_bytes: int = 0
     live_state: Tensor | None = None
+    is_of_id_map: bool = False
 
     @property
     def is_table(self) -> bool:
-        """Whether the item is a table, rather than optimizer state."""
-        return self.fqn == self.table
+        """Whether the item is a table, rather than optimizer state or a buffer of an id map."""
+        return self.fqn == self.table and not self.is_of_id_map
 
     @property
     def is_row_wise(self) -> bool:
         """Whether the item is optimizer state with one value per row."""
-        return not self.is_table and len(self.values.shape) == 1
+        return self.fqn != self.table and len(self.values.shape) == 1
 
     @property
     def is_partial(self) -> bool:
@@ -101,11 +106,18 @@ class TrackedItem:
         """Return digests of the modified rows, by what a delta can be based on."""
         match self.rows:
             case ModifiedRows() as rows:
-                return {since: rows.select(since).digest() for since in (Since.HEAD, Since.BASELINE)}
+                return {since: self.digest_of(rows.select(since)) for since in (Since.HEAD, Since.BASELINE)}
             case StagedRows() as rows:
                 return {rows.since: rows.digest}
             case None:
                 return {}
+
+    def digest_of(self, rows: RowMask) -> bytes:
+        """Return a digest that is equal on two ranks with the same modified rows, and values of them in an id map."""
+        if not self.is_of_id_map or not isinstance(self.values, Tensor):
+            return rows.digest()
+        values = self.values.index_select(0, numbers_of(rows.mask)).cpu().contiguous().view(torch.uint8)
+        return rows.digest() + hashlib.blake2b(values.numpy().tobytes(), digest_size=16).digest()
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,6 +271,7 @@ class Cuts:
             wait_for_devices(live.values())  # training may have written to them and marked their rows in any stream
             with self._before_and_after_training():
                 self.tracker.freeze()
+            items |= self._find_id_maps(live)
             pending = self.tracker.pending
             assert pending is not None  # ``freeze`` has set it
             states = {key: ref(item.live_state) for key, item in items.items() if item.live_state is not None}
@@ -328,7 +341,7 @@ class Cuts:
     @contextmanager
     def _before_and_after_training(self) -> Iterator[None]:
         """Change the marks after all streams have set theirs, and before they set the next ones."""
-        marks = [shard.rows.marked for shard in self.tracker.shards]
+        marks = [rows.marked for rows in self.tracker.all_rows]
         wait_for_devices(marks)
         yield
         wait_for_devices(marks)
@@ -369,12 +382,7 @@ class Cuts:
 
     def _find(self, live: Mapping[str, Any]) -> dict[ShardKey, TrackedItem]:
         """Locate tracked tables and their optimizer state in the state dict, by the memory that they share."""
-        shards = {
-            (fqn, shard.box.offsets): shard.tensor for fqn, value in live.items() for shard in local_shards(value)
-        }
-        by_memory: dict[Any, list[ShardKey]] = {}
-        for key, tensor in shards.items():
-            by_memory.setdefault(memory_key(tensor), []).append(key)
+        shards, by_memory = _by_memory(live)
         items: dict[ShardKey, TrackedItem] = {}
         for shard in self.tracker.shards:
             if 0 in shard.rows.box.sizes:
@@ -387,13 +395,20 @@ class Cuts:
                     "passed to dcp.async_save); pass the live state dict, no async_stager, or a tracker of a smaller "
                     "model"
                 )
-            items |= {key: _item(shard, key, aliases[0], shards[key]) for key in aliases}
+            items |= {key: _item(shard, key, aliases[0], shards[key].tensor) for key in aliases}
             for state in shard.state():
                 for key in by_memory.get(memory_key(state), []):
-                    item = _item(shard, key, aliases[0], shards[key])
+                    item = _item(shard, key, aliases[0], shards[key].tensor)
                     replaced = self._replaced_since(key, state) if shard.is_state_replaceable else frozenset()
                     items[key] = replace(item, replaced_since=replaced, live_state=state)
         return items
+
+    def _find_id_maps(self, live: Mapping[str, Any]) -> dict[ShardKey, TrackedItem]:
+        """Locate the buffers of id maps in the state dict, with the values that a save stores."""
+        modules = self.tracker.id_map_modules
+        shards, by_memory = _by_memory(live) if modules else ({}, {})
+        located = (buffer for module in modules for buffer in module.locate(by_memory))
+        return {each.key: _id_map_item(each, shards[each.key].box) for each in located}
 
     def _replaced_since(self, key: ShardKey, state: Tensor) -> frozenset[Since]:
         """Return the checkpoints that a delta may be based on, and that hold the values of another tensor, or none."""
@@ -414,6 +429,21 @@ def _forget_threads() -> None:
 os.register_at_fork(after_in_child=_forget_threads)
 
 
+def _by_memory(live: Mapping[str, Any]) -> tuple[Mapping[ShardKey, LocalShard], Mapping[Any, list[ShardKey]]]:
+    """Return this rank's shards of a state dict, and their keys by the memory of their values."""
+    shards = {(fqn, shard.box.offsets): shard for fqn, value in live.items() for shard in local_shards(value)}
+    by_memory: dict[Any, list[ShardKey]] = {}
+    for key, shard in shards.items():
+        by_memory.setdefault(memory_key(shard.tensor), []).append(key)
+    return shards, by_memory
+
+
 def _item(shard: TrackedShard, key: ShardKey, table: ShardKey, values: Tensor) -> TrackedItem:
     rows, row_bytes = shard.rows, shard.rows.box.num_cols * shard.weight.element_size()
     return TrackedItem(key[0], table[0], rows.box, id(shard), values.detach(), rows, table_row_bytes=row_bytes)
+
+
+def _id_map_item(located: LocatedBuffer, box: Box) -> TrackedItem:
+    (fqn, _), buffer = located.key, located.buffer
+    values, rows, row_bytes = buffer.values, buffer.rows, box.num_cols * buffer.values.element_size()
+    return TrackedItem(fqn, fqn, box, id(rows), values, rows, table_row_bytes=row_bytes, is_of_id_map=True)

@@ -131,6 +131,8 @@ def _copies(live: Mapping[str, Any], cut: Cut) -> list[ShardCopy]:
         for shard in local_shards(value):
             key, source = (fqn, shard.box.offsets), shard.tensor.detach()
             item = cut.items.get(key)
+            if item is not None and item.is_of_id_map and isinstance(item.values, Tensor):
+                source = item.values  # in the order of rows
             if item is None or not isinstance(item.rows, ModifiedRows) or cut.is_whole(item, since):
                 copies.append(ShardCopy(key, source, None, None))
                 continue
@@ -152,7 +154,7 @@ def _masks(item: TrackedItem, modified: ModifiedRows, cut: Cut) -> tuple[None, S
     """Return the modified rows as masks over all rows."""
     since, captured = _since(cut), cut.captured(item, modified)
     parts = modified.select_parts(since, cut.is_by_heat(since))
-    digest = RowMask.union(parts).digest() + (captured.digest() if captured is not None else b"")
+    digest = item.digest_of(RowMask.union(parts)) + (captured.digest() if captured is not None else b"")
     return None, StagedRows(since, parts, digest, captured)
 
 

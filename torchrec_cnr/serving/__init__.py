@@ -10,6 +10,7 @@ decoded into separate memory. Lookups wait only while the prepared rows are copi
 - ``model_tensors``: the tensors of the model that an update writes to.
 - ``update``: reads and decodes an update into separate memory, and tracks the rows that deltas have overwritten.
 - ``update_rows``: the rows of one table in an update.
+- ``id_map_updates``: the id maps of managed collisions in an update, which TorchRec keeps sorted.
 - ``forward_lock``: a lock that forwards share and that an update takes exclusively.
 - ``updates_report``: ``Applied`` and ``Lag``: the result of an update, and the delay of the model.
 

@@ -18,6 +18,7 @@ from torchrec_cnr.reading.fold import fold
 from torchrec_cnr.reading.plan import CheckpointReads, held, plan_fold
 from torchrec_cnr.reading.regions import LineageTensor, Region, turns
 from torchrec_cnr.reading.transforms import KnownTransforms
+from torchrec_cnr.serving.id_map_updates import ServedIdMaps
 from torchrec_cnr.serving.model_tensors import ModelTensor
 from torchrec_cnr.serving.update_path import UpdateBase, UpdatePath
 from torchrec_cnr.serving.update_rows import UpdateRows
@@ -74,7 +75,7 @@ class UpdateTensor:
 
     Attributes:
         tensor: The served tensor.
-        values: Its new values, in host memory.
+        values: Its new values.
         num_rows: Number of rows in this process if it is a table; otherwise 0.
     """
 
@@ -96,17 +97,19 @@ class Update:
         tensors: The tensors that are replaced as a whole.
         touched: The rows that deltas have overwritten since the baseline, without ``rows``, which are not applied yet.
         num_bytes: Number of bytes of packs that were read for it.
+        of_id_maps: Those of ``rows`` that are in ``tensors``, sorted with the rows that the links do not contain.
     """
 
     rows: Mapping[ShardKey, UpdateRows]
     tensors: Sequence[UpdateTensor]
     touched: Touched
     num_bytes: int
+    of_id_maps: frozenset[ShardKey] = frozenset()
 
     @property
     def parts(self) -> Sequence[UpdateRows | UpdateTensor]:
-        """All staged rows and tensors."""
-        return *self.rows.values(), *self.tensors
+        """All staged rows and tensors that are swapped in."""
+        return *(rows for key, rows in self.rows.items() if key not in self.of_id_maps), *self.tensors
 
     @property
     def num_rows(self) -> int:
@@ -150,19 +153,25 @@ def prepare_update(
     rows: dict[ShardKey, UpdateRows] = {}
     tensors: list[UpdateTensor] = []
     regions: list[Region] = []
+    maps = ServedIdMaps.of(targets)
     for target in targets:
         lineage_tensor = LineageTensor(links.lineage, target.fqn)
         if links.is_delta and not _is_whole(links.lineage, target.fqn):
-            if not _is_made_of_rows(lineage_tensor.entry):
+            values = _row_values(lineage_tensor, target, maps)
+            if values is None:
                 return None
-            rows[target.key] = UpdateRows(target.fqn, target.box, lineage_tensor, target.tensor, target.row)
+            rows[target.key] = UpdateRows(target.fqn, target.box, lineage_tensor, values, target.row)
             regions.append(rows[target.key])
+            if target.key in maps:
+                tensors.append(UpdateTensor(target.tensor, values, 0))
         else:
             tensors.append(_staged_tensor(lineage_tensor, target))
             regions += lineage_tensor.regions(target.box, tensors[-1].values, target.row)
+        if target.key in maps:
+            maps.new[target.key] = tensors[-1].values
     if not links.is_delta:
         entries = links.lineage.newest.manifest.tensors
-        rowwise = (target for target in targets if _is_made_of_rows(entries[target.fqn]))
+        rowwise = (target for target in targets if target.key in maps or _is_made_of_rows(entries[target.fqn]))
         touched = {target.key: TouchedRows(target.fqn, target.box) for target in rowwise}
         regions += touched.values()
     num_bytes = 0
@@ -173,7 +182,18 @@ def prepare_update(
     is_right = links.ground is not UpdateBase.BASELINE or are_overwritten(touched, rows)
     if not is_right or not all(part.is_complete for part in rows.values()):
         return None
-    return Update(rows, tensors, touched, num_bytes)
+    of_id_maps = frozenset(maps.new.keys() & rows.keys())
+    for key in of_id_maps:
+        rows[key].swap_in()  # into the copy
+    maps.sort()
+    return Update(rows, tensors, touched, num_bytes, of_id_maps)
+
+
+def _row_values(lineage_tensor: LineageTensor, target: ModelTensor, maps: ServedIdMaps) -> Tensor | None:
+    """Return the values whose rows the links overwrite; None if rows cannot be applied without the others."""
+    if target.key in maps:
+        return maps.in_row_order(target.key)
+    return target.tensor if _is_made_of_rows(lineage_tensor.entry) else None
 
 
 def _is_whole(lineage: Lineage, fqn: str) -> bool:

@@ -73,7 +73,7 @@ class UpdateRows(Region):
             _renumbered(kept_block, torch.searchsorted(numbers, kept_block.rows), len(numbers))
             for kept_block in kept_blocks
         ]
-        box = Box((0, self.box.offsets[1]), (len(values), self.box.sizes[1]))
+        box = Box((0, *self.box.offsets[1:]), (len(values), *self.box.sizes[1:]))
         for region in self.saved.regions(box, values, self.row):
             for block in blocks:
                 region.write(block)
@@ -87,13 +87,15 @@ class UpdateRows(Region):
 
     @property
     def num_rows(self) -> int:
-        """Number of staged rows."""
-        return len(self.rows)
+        """Number of staged rows, if it is a table."""
+        return len(self.rows) if self.saved.entry.is_table else 0
 
     def _columns(self, block: Block | None = None) -> tuple[int, int]:
         """Return the first column and the column after the last, of the region or of its intersection with a block."""
         box = self.box if block is None else block.box.intersect(self.box)
-        return (0, 0) if box is None else (box.offsets[1], box.offsets[1] + box.sizes[1])
+        if box is None:
+            return 0, 0
+        return (box.offsets[1], box.offsets[1] + box.sizes[1]) if len(box.sizes) > 1 else (0, 1)
 
     def _are_covered(self, kept_blocks: Sequence[_KeptRows], numbers: Tensor) -> bool:
         """Return whether the kept blocks contain every row with all its columns."""

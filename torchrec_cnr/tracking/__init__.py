@@ -16,6 +16,7 @@ managed-collision module that evicts ids (``managed_collisions``). The synchroni
 - ``plain_tables``: ``nn.EmbeddingBag`` and ``nn.Embedding``.
 - ``torch_optim``: tables that a ``torch.optim`` optimizer modifies.
 - ``managed_collisions``: rows that are reset because their ids were evicted, and the id maps.
+- ``id_map_buffers``: which values of the id maps have changed, found by comparison with the last snapshot.
 - ``replicas``: replicas of a 2-D parallel model, which are averaged from time to time.
 - ``hooks``: everything that a tracker attaches to a model, so that all of it can be removed.
 - ``untracked_rows``: the optional check that no row was modified without being marked.

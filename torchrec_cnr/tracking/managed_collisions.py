@@ -1,6 +1,7 @@
 """Managed collisions (zero-collision hashing): rows whose ids are evicted are reset, and so modified.
 
-The id maps themselves are buffers of the model. Every checkpoint stores them whole, from the same snapshot.
+The id maps themselves are buffers of the model. A checkpoint stores them from the same snapshot, and a delta only what
+has changed in them (``id_map_buffers``).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,10 +10,11 @@ from functools import partial
 from torch import Tensor, nn
 from torchrec.distributed.mc_embedding_modules import BaseShardedManagedCollisionEmbeddingCollection
 from torchrec.distributed.mc_modules import ShardedManagedCollisionCollection
-from torchrec.modules.mc_modules import MCHManagedCollisionModule
+from torchrec.modules.mc_modules import ManagedCollisionModule, MCHManagedCollisionModule
 
 from torchrec_cnr.errors import StateMismatchError
 from torchrec_cnr.tracking.hooks import Hooks, modules_below
+from torchrec_cnr.tracking.id_map_buffers import IdMapModule
 from torchrec_cnr.tracking.tracked_tables import TrackedShard, accounting
 
 
@@ -37,6 +39,12 @@ def _evict(
         evict(evicted)
         for shard, local_rows in rows.items():
             shard.rows.mark(local_rows)
+
+
+def find_id_maps(model: nn.Module) -> Sequence[IdMapModule]:
+    """Return the managed-collision modules of a model."""
+    modules = (module for _, module in modules_below(model) if isinstance(module, ManagedCollisionModule))
+    return [IdMapModule(module) for module in modules]
 
 
 class IdMaps:

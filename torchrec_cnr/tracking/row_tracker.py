@@ -1,6 +1,6 @@
 """The tracker: finds the tables of a model, and offers methods to mark writes that it cannot detect."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,8 @@ from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.human_text import count_text
 from torchrec_cnr.lineage.checkpoint import Head
 from torchrec_cnr.tracking.hooks import Hooks, modules_below
-from torchrec_cnr.tracking.managed_collisions import IdMaps, track_evictions
+from torchrec_cnr.tracking.id_map_buffers import IdMapModule
+from torchrec_cnr.tracking.managed_collisions import IdMaps, find_id_maps, track_evictions
 from torchrec_cnr.tracking.plain_tables import Aliases, track_plain
 from torchrec_cnr.tracking.replicas import Replicas, track_replicas
 from torchrec_cnr.tracking.sharded_tables import (
@@ -79,7 +80,7 @@ class RowTracker(TrackedRows):
     def __init__(self, model: nn.Module, *, verify_untracked: bool = False) -> None:
         self._is_closed = False
         self._tables = _Tables.of(model, verify_untracked)
-        super().__init__(self._tables.shards)
+        super().__init__(self._tables.shards, self._tables.id_map_modules)
 
     @_OUTSIDE_INFERENCE
     def rebind(self, model: nn.Module) -> None:
@@ -103,7 +104,7 @@ class RowTracker(TrackedRows):
             raise ConfigurationError("the tracker was closed: make a new one")
         tables = _Tables.of(model, self._tables.verifies_untracked)
         self._tables.hooks.remove()
-        self._tables, self.shards = tables, tuple(tables.shards)
+        self._tables, self.shards, self.id_map_modules = tables, tuple(tables.shards), tuple(tables.id_map_modules)
         self.head = self.pending = None
 
     def check_model(self) -> None:
@@ -229,14 +230,18 @@ class RowTracker(TrackedRows):
             shard.accept_writes()
 
     @_OUTSIDE_INFERENCE
-    def restore(self, head: Head) -> None:
+    def restore(self, head: Head, known_buffers: Collection[int] = ()) -> None:
         """Record that the tables hold what ``head`` holds. ``CNRLoadPlanner`` calls this after a load.
+
+        Args:
+            head: The checkpoint that was loaded.
+            known_buffers: Ids of the id map buffers that it has in the order of a snapshot; others are stored whole.
 
         Raises:
             StateMismatchError: An id map cannot be divided as the ranks divide its table.
         """
         self._tables.id_maps.restored()
-        super().restore(head)
+        super().restore(head, known_buffers)
         if self._tables.replicas is not None:
             self._tables.replicas.restored()
         self._tables.references.take()
@@ -246,7 +251,8 @@ class RowTracker(TrackedRows):
         self._is_closed = True
         self.saves = None
         self._tables.hooks.remove()
-        self._tables = replace(self._tables, references=ReferenceDigests(()))
+        self.id_map_modules = ()  # their copies of the buffers take memory
+        self._tables = replace(self._tables, references=ReferenceDigests(()), id_map_modules=())
 
     def _named(self, table: str) -> Sequence[TrackedShard]:
         if not any(_is_named(name, table) for name in self._tables.num_rows) and not self._tables.has_tables_elsewhere:
@@ -278,6 +284,7 @@ class _Tables:
         device_caches: Kernels that cache rows of host memory on a device.
         hooks: All hooks.
         id_maps: The id maps of managed collisions.
+        id_map_modules: The modules of these maps of which a delta has some values.
         replicas: The replicas of a 2-D parallel model, or None.
         aliases: Other tensors over the memory of unsharded tables.
         references: Digests of the rows that should be unchanged.
@@ -291,6 +298,7 @@ class _Tables:
     device_caches: Sequence[SplitTableBatchedEmbeddingBagsCodegen]
     hooks: Hooks
     id_maps: IdMaps
+    id_map_modules: Sequence[IdMapModule]
     replicas: Replicas | None
     aliases: Aliases
     references: ReferenceDigests
@@ -340,6 +348,8 @@ class _Tables:
             [cache for _, module in collections for cache in device_caches(module)],
             hooks,
             IdMaps(model),
+            # Replicas of a map may differ, and DCP stores one of them, each time another. So it is stored whole.
+            find_id_maps(model) if replicas is None else (),
             replicas,
             Aliases(model, plain),
             ReferenceDigests(shards if verify_untracked else ()),

@@ -9,7 +9,7 @@ modified.
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 from weakref import WeakSet
@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.lineage.checkpoint import Head
 from torchrec_cnr.sharding import MemoryKey, memory_key
+from torchrec_cnr.tracking.id_map_buffers import IdMapModule
 from torchrec_cnr.tracking.modified_rows import ModifiedRows, count_rows
 from torchrec_cnr.tracking.row_digests import digest_rows
 
@@ -207,14 +208,16 @@ class TrackedRows:
 
     Attributes:
         shards: The shards.
+        id_map_modules: The managed-collision modules on this rank.
         head: The checkpoint since which the ``marked`` rows were modified; if None, the next save must be a baseline.
         pending: The save whose rows are frozen.
         num_restores: Number of restores from a checkpoint in the history of the tables.
         saves: What the saves of these tables share, set by the first ``CNRSavePlanner``; None before.
     """
 
-    def __init__(self, shards: Sequence[TrackedShard]) -> None:
+    def __init__(self, shards: Sequence[TrackedShard], id_map_modules: Sequence[IdMapModule] = ()) -> None:
         self.shards = tuple(shards)
+        self.id_map_modules = tuple(id_map_modules)
         self.head: Head | None = None
         self.pending: Pending | None = None
         self.num_restores = 0
@@ -231,13 +234,21 @@ class TrackedRows:
         """Number of rows marked on this rank since the last snapshot."""
         return count_rows(shard.rows.marked for shard in self.shards)
 
+    @property
+    def all_rows(self) -> Sequence[ModifiedRows]:
+        """The modified rows of all shards, and those of all buffers of id maps."""
+        buffers = (buffer for module in self.id_map_modules for buffer in module.buffers)
+        return [*(shard.rows for shard in self.shards), *(buffer.rows for buffer in buffers)]
+
     def check_model(self) -> None:
         """Check that the shards are still those of the model's tables; the planner calls this before a save."""
 
     def freeze(self) -> None:
-        """Freeze the modified rows of all shards for a save."""
-        for shard in self.shards:
-            shard.rows.freeze()
+        """Freeze the modified rows of all shards for a save, and those of all id maps."""
+        for module in self.id_map_modules:
+            module.take()
+        for rows in self.all_rows:
+            rows.freeze()
         self.pending = Pending()
 
     def check_writes(self) -> None:
@@ -257,26 +268,33 @@ class TrackedRows:
 
     def commit(self, head: Head, has_heat: bool = True) -> None:
         """Commit the frozen rows: their save became ``head``. ``has_heat`` says whether to record heat."""
-        for shard in self.shards:
-            shard.rows.commit(len(head.lineage) == 1, has_heat)
+        for rows in self.all_rows:
+            rows.commit(len(head.lineage) == 1, has_heat)
         self.head, self.pending = head, None
 
     def rollback(self) -> None:
         """Mark the frozen rows again, because their save failed. The planner calls this."""
-        for shard in self.shards:
-            shard.rows.rollback()
+        for rows in self.all_rows:
+            rows.rollback()
         self.pending = None
 
     def forget(self) -> None:
         """Forget the latest checkpoint. Until a commit or :meth:`restore`, the next save must be a baseline."""
         self.head = self.pending = None
 
-    def restore(self, head: Head) -> None:
-        """Record that the tables hold what ``head`` holds. The caller has already recorded the rows of its deltas."""
+    def restore(self, head: Head, known_buffers: Collection[int] = ()) -> None:
+        """Record that the tables hold what ``head`` holds. The caller has already recorded the rows of its deltas.
+
+        Args:
+            head: The checkpoint that was loaded.
+            known_buffers: Ids of the id map buffers that it has in the order of a snapshot; others are stored whole.
+        """
         self.head, self.pending = head, None
         self.num_restores = head.num_restores + 1
         for shard in self.shards:
             shard.restored()
+        for module in self.id_map_modules:
+            module.restored(known_buffers)
 
     def restore_partly(self, head: Head) -> None:
         """Record that the tables hold a part of ``head``: its restores count for them, and so does this one."""

@@ -10,4 +10,5 @@
 - ``save_methods``: methods to save and restore a model, by this library and others.
 - ``simulated_ranks``: the saves of many ranks in one process.
 - ``table_models``: TorchRec tables, sharded and trained as in a job.
+- ``zch_models``: a TorchRec table with zero-collision hashing.
 """

@@ -8,6 +8,7 @@ end at the ends of blocks. So only blobs of deltas, and of shards that begin els
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torchrec_cnr.format.blob_bytes import Bytes
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import DTYPES
 from torchrec_cnr.lineage.checkpoint import Lineage, read_objects
+from torchrec_cnr.loading.id_maps import sorted_maps
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.reading.fold import fold
 from torchrec_cnr.reading.plan import plan_fold
@@ -71,6 +73,9 @@ class Contents:
         self.tensors = {fqn: Chunk(fqn, Box.whole(e.size), DTYPES[e.dtype]) for fqn, e in manifest.tensors.items()}
         self.paths = {fqn: manifest.paths.get(fqn, (fqn,)) for fqn in (*manifest.tensors, *manifest.objects)}
         self.num_bytes = sum(tensor.num_bytes for tensor in self.tensors.values())
+        maps = sorted_maps(manifest.tensors.keys())
+        self._ids_of = {fqn: ids_fqn for ids_fqn, members in maps.items() for fqn in members}
+        self._order: tuple[str, Tensor] | None = None
 
     def objects(self) -> dict[str, Any]:
         """Return all objects by FQN."""
@@ -83,7 +88,9 @@ class Contents:
         left_bytes = 0
         for fqn in fqns:
             row_bytes = self._held_row_bytes(fqn)
-            for chunk in split_rows(self.tensors[fqn], row_bytes):
+            whole = self.tensors[fqn]
+            # An id map is read whole, because it is sorted.
+            for chunk in [whole] if fqn in self._ids_of else split_rows(whole, row_bytes):
                 held_bytes = chunk.box.num_rows * row_bytes
                 if held_bytes > left_bytes or not batches:
                     batches.append([])
@@ -99,12 +106,29 @@ class Contents:
             DamagedError: Data is corrupt.
             StoreError: A data file cannot be read.
         """
+        return [
+            values[self._order_of(self._ids_of[chunk.fqn])] if chunk.fqn in self._ids_of else values
+            for chunk, values in zip(batch, self._stored(batch), strict=True)
+        ]
+
+    def _stored(self, batch: Sequence[Chunk]) -> list[Tensor]:
+        """Read the values of chunks as they are stored."""
         targets = [torch.empty(chunk.box.sizes, dtype=chunk.dtype, device="cpu") for chunk in batch]
         regions: list[Region] = []
         for chunk, target in zip(batch, targets, strict=True):
             regions += LineageTensor(self._lineage, chunk.fqn).regions(chunk.box, target)
         fold(plan_fold(self._lineage, regions), regions, self._thread_count, transforms=self._transforms)
         return targets
+
+    def _order_of(self, ids_fqn: str) -> Tensor:
+        """Return the order in which TorchRec has the stored values of an id map, each shard by itself."""
+        if self._order is None or self._order[0] != ids_fqn:
+            (ids,) = self._stored([self.tensors[ids_fqn]])
+            places = self._lineage.newest.manifest.tensors[ids_fqn].places
+            bounds = sorted({place.box.first_row for place in places} | {len(ids)})
+            orders = [ids[start:stop].argsort(stable=True) + start for start, stop in pairwise(bounds)]
+            self._order = ids_fqn, torch.cat([ids[:0], *orders])
+        return self._order[1]
 
     def read(self, fqns: Iterable[str]) -> Iterator[tuple[Chunk, Tensor]]:
         """Yield the chunks of tensors with their values, in order. Each counts as done when the next is requested."""
