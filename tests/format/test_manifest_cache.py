@@ -52,6 +52,15 @@ def test_what_was_used_last_is_kept(most: int, uses: list[tuple[bool, str, int]]
             assert known.get(digest) is None
 
 
+def test_only_so_many_small_manifests_are_kept() -> None:
+    """A job that saves every second would otherwise keep thousands."""
+    known = KnownManifests()
+    for number in range(2 * manifest_json._MAX_CACHED):
+        known.add(str(number), _manifest(1))
+    kept = [number for number in range(2 * manifest_json._MAX_CACHED) if known.get(str(number)) is not None]
+    assert kept == list(range(manifest_json._MAX_CACHED, 2 * manifest_json._MAX_CACHED))
+
+
 def test_a_manifest_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bytes are hashed each time: those of another one are not taken for it, wherever they lie."""
     calls = []

@@ -226,6 +226,33 @@ def test_upkeep_passes_over_what_its_own_prune_has_removed(tmp_path: Path, caplo
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+def test_upkeep_rests_after_its_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine times as long as it has worked, so that a save every second leaves a core to training; but not at the end."""
+    job = plain_job(1)
+    manager = cnr.CheckpointManager(
+        tmp_path, cnr.RowTracker(job.model), policy=cnr.Full(), background=cnr.Background(compacts=False)
+    )
+    _saved_steps(manager, job, 1)
+    manager.close()
+    spans: list[tuple[float, float]] = []
+
+    def work(self: Upkeep, *args: Any) -> None:
+        began = time.monotonic()
+        time.sleep(0.1)
+        spans.append((began, time.monotonic()))
+
+    monkeypatch.setattr(Upkeep, "run_for", work)
+    upkeep = Upkeep(str(tmp_path), cnr.Keep(last=1), compacts=False)
+    for number in (1, 2, 3):
+        upkeep.after(str(tmp_path / "step-1"))
+        while number < 3 and len(spans) < number:
+            time.sleep(0.01)
+    upkeep.close()
+    (_, first_end), (second_begin, second_end), (third_begin, _) = spans
+    assert second_begin - first_end > 0.8
+    assert third_begin - second_end < second_begin - first_end
+
+
 def test_times_of_asynchronous_saves_are_those_of_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not those until the next call asks for it; but a wait for the save before it is a stall of training."""
     job = plain_job(1)

@@ -31,6 +31,7 @@ from torchrec_cnr.format.row_sets import Blob, RowSet
 from torchrec_cnr.gc_pause import paused_gc
 
 _MAX_PARTS = 1 << 18  # of all cached manifests together; each part takes about one KiB
+_MAX_CACHED = 256  # manifests: a job that saves every second should not keep thousands
 
 
 def _num_parts(manifest: Manifest) -> int:
@@ -48,7 +49,8 @@ class KnownManifests:
 
     def __init__(self, max_parts: int = _MAX_PARTS) -> None:
         self._lock = threading.Lock()
-        self._found: LRUCache[str, Manifest] = LRUCache(max_parts, getsizeof=_num_parts)
+        least = max_parts // _MAX_CACHED
+        self._found: LRUCache[str, Manifest] = LRUCache(max_parts, lambda manifest: max(least, _num_parts(manifest)))
 
     def get(self, digest: str) -> Manifest | None:
         """Return the manifest with this digest, or None if it is not cached."""

@@ -1,13 +1,15 @@
 """Maintenance in the background: a thread compacts and prunes the checkpoints of a run, so training never waits for it.
 
-The thread works on one checkpoint at a time. Commits in the meantime are not queued: the newest one is next. Work that
-was skipped or failed for a checkpoint is done after the next one, if the checkpoint is still kept then. A process that
-ends without ``close`` does not wait for the thread, since compaction and pruning may be killed at any moment.
+The thread works on one checkpoint at a time. Commits in the meantime are not queued: the newest one is next. After its
+work it rests, so that a job that saves every second has its core for most of the time. Work that was skipped or failed
+for a checkpoint is done after the next one, if the checkpoint is still kept then. A process that ends without ``close``
+does not wait for the thread, since compaction and pruning may be killed at any moment.
 """
 
 import concurrent.futures.thread  # noqa: F401 - registers its exit handler first, so that it runs after ours
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -30,6 +32,9 @@ from torchrec_cnr.storage.row_log import RowLog
 from torchrec_cnr.storage.store import Store
 
 MOVED_SHARE = 0.1  # share of the live bytes that one step of a compaction copies
+
+_WORK_SHARE = 0.1  # of the time: training needs the core if a job saves every second
+_MOST_REST_SECS = 10.0
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +117,9 @@ class Upkeep:
             self._thread.join()
 
     def _run(self) -> None:
-        while (path := self._next()) is not None:
+        worked_secs = 0.0
+        while (path := self._next(min(_MOST_REST_SECS, worked_secs * (1 / _WORK_SHARE - 1)))) is not None:
+            began = time.monotonic()
             try:
                 with telemetry.operation("maintenance", checkpoint=path):
                     self.run_for(read_checkpoint(replace(Store.open(path, row_log=self._log), copies=self._copies)))
@@ -125,10 +132,13 @@ class Upkeep:
                 is_foreign = not isinstance(error, CNRError)
                 message = "%s: maintenance failed and is retried after the next checkpoint: %s"
                 logger.warning(message, path, error, exc_info=is_foreign)
+            worked_secs = time.monotonic() - began
 
-    def _next(self) -> str | None:
+    def _next(self, rest_secs: float) -> str | None:
+        """Rest, unless this is being closed, and return the newest checkpoint when there is one."""
         with self._changed:
             self._is_working = False
+            self._changed.wait_for(lambda: self._is_closed, rest_secs)
             self._changed.wait_for(lambda: self._waiting is not None or self._is_closed)
             path, self._waiting = self._waiting, None
             self._is_working = path is not None

@@ -151,8 +151,7 @@ def prepare_update(
         StateMismatchError: A tensor has another size or dtype.
     """
     rows: dict[ShardKey, UpdateRows] = {}
-    tensors: list[UpdateTensor] = []
-    regions: list[Region] = []
+    tensors, regions = list[UpdateTensor](), list[Region]()
     maps = ServedIdMaps.of(targets)
     for target in targets:
         lineage_tensor = LineageTensor(links.lineage, target.fqn)
