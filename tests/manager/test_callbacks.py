@@ -227,7 +227,7 @@ def test_upkeep_passes_over_what_its_own_prune_has_removed(tmp_path: Path, caplo
 
 
 def test_upkeep_rests_after_its_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nine times as long as it has worked, so that a save every second leaves a core to training; but not at the end."""
+    """Nine times as long as it has worked, so that frequent saves leave a core to training; but not at the end."""
     job = plain_job(1)
     manager = cnr.CheckpointManager(
         tmp_path, cnr.RowTracker(job.model), policy=cnr.Full(), background=cnr.Background(compacts=False)
