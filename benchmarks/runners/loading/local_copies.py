@@ -12,7 +12,7 @@ from benchmarks.support.report import Figure, Report, Table, quartiles
 from benchmarks.support.rounds import Setup
 
 ROOT = Path(__file__).resolve().parents[3]
-NUM_RANKS, NUM_ROWS, DIM = 4, 4_000_000, 64
+NUM_RANKS, NUM_ROWS, DIM = 4, 6_000_000, 64
 NUM_ROUNDS = 5
 LATENCY_SECS, BYTES_PER_SEC = 0.05, 100e6
 MAX_SHARE, MIN_RATIO = 1.05, 3.0

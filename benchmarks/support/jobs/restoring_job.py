@@ -64,7 +64,7 @@ class _Job:
         self._store = store
         self._copies = copies
         self._model = TableModel(TableSizes(dist.get_world_size(), num_rows, dim))
-        self._expected: list[torch.Tensor] = []
+        self._expected: list[int] = []  # the sums of the bits of this rank's tables
 
     def save(self) -> None:
         """Save a baseline and deltas, to the store and to the copies."""
@@ -108,10 +108,9 @@ class _Job:
 
     def _check(self, way: str) -> None:
         """Check that each way restores the same rows."""
-        found = [shard.clone() for shard in self._shards()]
-        if not self._expected:
-            self._expected = found
-        if not all(map(torch.equal, found, self._expected)) or not all(shard.any() for shard in found):
+        found = [int(shard.view(torch.int32).sum(dtype=torch.int64)) for shard in self._shards()]
+        self._expected = self._expected or found
+        if found != self._expected or 0 in found:
             raise AssertionError(f"{way}: other rows were restored")
 
     def _shards(self) -> list[torch.Tensor]:
