@@ -162,6 +162,16 @@ def test_copies_take_no_more_than_they_may(tmp_path: Path, monkeypatch: pytest.M
     assert differing(_loaded(path, local), expected) == []
 
 
+def test_by_default_copies_leave_room_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take a quarter of the disk, or half of what others leave of it."""
+    local = cnr.LocalCopies(tmp_path / "local")
+    for total, free, taken, most in ((1000, 900, 0, 250), (1000, 100, 0, 50), (1000, 100, 60, 80), (1000, 0, 0, 0)):
+        usage = shutil._ntuple_diskusage(total, total - free, free)
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "disk_usage", lambda path, usage=usage: usage)
+            assert local._most_bytes(taken) == most
+
+
 def test_a_data_file_that_is_larger_than_the_room_is_not_copied(tmp_path: Path) -> None:
     path, expected = _saved(tmp_path / "run", local := cnr.LocalCopies(tmp_path / "local", max_bytes=1))
     assert _copies(tmp_path / "local") == []

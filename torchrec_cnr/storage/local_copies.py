@@ -33,7 +33,7 @@ from torchrec_cnr.storage.urls import checked_url, protocol_of
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_PART = 4  # copies may take a quarter of the file system
+_DISK_PART, _FREE_PART = 0.25, 0.5  # of a file system, and of what others leave of it, that copies take by default
 _COUNT_PART = 64  # the directory is measured again after this part of its bytes was written
 _ROOM_PART = 0.75  # of the bytes that are left when copies are removed
 _LEAST_COUNTED = 1 << 20
@@ -62,7 +62,7 @@ class LocalCopies:
         path: A directory of a local file system, such as ``/local/nvme/run`` or ``/dev/shm/run``. It is made when it
             is needed.
         max_bytes: Bytes that copies may take, about. If more are needed, the oldest copies are removed. The default is
-            a quarter of the file system.
+            a quarter of the file system, and at most half of what other files leave of it.
 
     Attributes:
         num_local_bytes: Bytes that this process has read from copies.
@@ -173,7 +173,8 @@ class LocalCopies:
 
     def is_filling(self) -> bool:
         """Return whether copies take more than half of their room, so that unused ones should be removed."""
-        return sum(copy.num_bytes for copy in self._copies()) > self._most_bytes() / 2
+        taken_bytes = sum(copy.num_bytes for copy in self._copies())
+        return taken_bytes > self._most_bytes(taken_bytes) / 2
 
     def remove_unused(self, root: str, used: Collection[str]) -> None:
         """Remove copies of data files under a root, except those with these names and those of the last minute."""
@@ -206,9 +207,10 @@ class LocalCopies:
             self._num_until_count -= num_bytes
             if self._num_until_count >= 0:
                 return True
-            most_bytes = self._most_bytes()
             copies = sorted(self._copies(), key=lambda copy: copy.written_at)
-            total = sum(copy.num_bytes for copy in copies) + num_bytes
+            total = sum(copy.num_bytes for copy in copies)
+            most_bytes = self._most_bytes(total)
+            total += num_bytes
             if total > most_bytes:
                 for copy in copies:
                     if total <= _ROOM_PART * most_bytes:
@@ -218,13 +220,15 @@ class LocalCopies:
             self._num_until_count = max(_LEAST_COUNTED, most_bytes // _COUNT_PART) if total <= most_bytes else 0
             return total <= most_bytes
 
-    def _most_bytes(self) -> int:
+    def _most_bytes(self, taken_bytes: int) -> int:
+        """Return how many bytes copies may take that take so many now."""
         if self._max_bytes is not None:
             return self._max_bytes
         existing = self._path
         while not os.path.exists(existing):
             existing = posixpath.dirname(existing)
-        return shutil.disk_usage(existing).total // _DEFAULT_PART
+        usage = shutil.disk_usage(existing)
+        return int(min(_DISK_PART * usage.total, _FREE_PART * (usage.free + taken_bytes)))
 
     def _copies(self) -> Iterator[_Copy]:
         """Yield all copies. Other files in the directory are not touched."""
