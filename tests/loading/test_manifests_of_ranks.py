@@ -86,7 +86,7 @@ def test_one_rank_reads_the_chain(tmp_path: Path, rank_pool: RankPools, options:
     assert first == 5 * [2 * NUM_LINKS]
     for counts in others:
         assert counts[:3] == [2, 2, 2 * NUM_LINKS]
-        assert 2 < counts[3] == counts[4] < 2 * NUM_LINKS
+        assert all(2 < count < 2 * NUM_LINKS for count in counts[3:]), "some: compressed sizes differ from run to run"
 
 
 class _OwnPlanner(cnr.CNRLoadPlanner):
