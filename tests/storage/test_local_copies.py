@@ -39,7 +39,11 @@ def _saved(root: Path, local: cnr.LocalCopies, num_saves: int = 3) -> tuple[str,
 
 
 def _copies(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.name.endswith(".safetensors"))
+    return sorted(path for path in folder.rglob("*") if path.name.endswith(".safetensors.copy"))
+
+
+def _names(folder: Path) -> set[str]:
+    return {each.name.removesuffix(".copy") for each in _copies(folder)}
 
 
 def test_a_restore_reads_rows_from_copies_only(tmp_path: Path) -> None:
@@ -149,16 +153,15 @@ def test_a_directory_that_cannot_be_made_costs_no_save(tmp_path: Path) -> None:
     assert len([message for message in messages if "copies cannot be used" in message]) == 1
 
 
-def test_copies_take_no_more_than_they_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_take_no_more_than_they_may(tmp_path: Path) -> None:
     """The oldest are removed."""
-    monkeypatch.setattr(local_copies, "_LEAST_COUNTED", 1)
     _saved(tmp_path / "run", cnr.LocalCopies(tmp_path / "all"), 8)
     sizes = [each.stat().st_blocks * 512 for each in _copies(tmp_path / "all")]
     room = sum(sizes) // 2
     path, expected = _saved(tmp_path / "run2", local := cnr.LocalCopies(tmp_path / "local", max_bytes=room), 8)
     assert 0 < sum(each.stat().st_blocks * 512 for each in _copies(tmp_path / "local")) <= room
     own = {pack.name for pack in cnr.read_checkpoint(path).manifest.packs}
-    assert own <= {each.name for each in _copies(tmp_path / "local")}, "the newest are there"
+    assert own <= _names(tmp_path / "local"), "the newest are there"
     assert differing(_loaded(path, local), expected) == []
 
 
@@ -176,27 +179,72 @@ def test_a_data_file_that_is_larger_than_the_room_is_not_copied(tmp_path: Path) 
     path, expected = _saved(tmp_path / "run", local := cnr.LocalCopies(tmp_path / "local", max_bytes=1))
     assert _copies(tmp_path / "local") == []
     assert differing(_loaded(path, local), expected) == []
+    local = cnr.LocalCopies(tmp_path / "some", max_bytes=1 << 16)
+    local.put(str(tmp_path / "run" / "4" / "small"), [b"1"])
+    local.put(str(tmp_path / "run" / "4" / "large"), [bytes(1 << 17)])
+    assert [path.name for path in (tmp_path / "some").glob("*/*")] == ["small.copy"], "nothing makes way for it"
+
+
+def test_what_cannot_be_removed_still_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be another user's."""
+    local = cnr.LocalCopies(tmp_path, max_bytes=10_000)
+    local.put("/run/1/a", [bytes(8192)])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", lambda path: (_ for _ in ()).throw(PermissionError(path)))
+        local.put("/run/1/b", [bytes(8192)])
+    assert [path.name for path in tmp_path.glob("*/*")] == ["a.copy"]
+    local.put("/run/1/b", [bytes(8192)])
+    assert [path.name for path in tmp_path.glob("*/*")] == ["b.copy"]
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    """What is behind it would not be counted."""
+    local = cnr.LocalCopies(tmp_path / "local")
+    local.put("/run/1/a", [b"1"])
+    (folder,) = (tmp_path / "local").iterdir()
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    with warnings() as messages:
+        local.put("/run/1/b", [b"1"])
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["a.copy"]
+    assert "a link, whose files would not be counted" in messages[0]
+
+
+def _counted(local: cnr.LocalCopies) -> int:
+    local.used(3)
+    return local.num_local_bytes
+
+
+def test_a_fork_does_not_wait_for_a_thread_of_its_parent(tmp_path: Path) -> None:
+    """Which may hold a lock at that moment."""
+    local = cnr.LocalCopies(tmp_path)
+    with local._lock:
+        child = os.fork()
+        if child == 0:
+            os._exit(_counted(local))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 
 
 def test_other_files_in_the_directory_are_never_removed(tmp_path: Path) -> None:
     """Nor those of other runs, by a run that removes what it does not use."""
     folder = tmp_path / "local"
-    (folder / "mine").mkdir(parents=True)
-    (folder / "mine" / "x.safetensors").write_bytes(bytes(10_000))
+    for name in ("mine/x.safetensors.copy", "0123456789abcdef/x.safetensors", "0123456789abcdef/x.safetensors.copy"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(bytes(10_000))
     local = cnr.LocalCopies(folder, max_bytes=1_000_000)
     _saved(tmp_path / "run", local)
     _saved(tmp_path / "other", local)
-    mine, num_copies = folder / "mine" / "x.safetensors", len(_copies(folder))
+    others, num_copies = sorted(folder.glob("[m0]*/*")), len(_copies(folder))
     for copy in _copies(folder):
         os.utime(copy, (0, 0))
     local.remove_unused(str(tmp_path / "run"), set())
-    assert mine.exists()
-    assert num_copies > len(_copies(folder)) > 1
-    cnr.LocalCopies(folder, max_bytes=1).put(str(tmp_path / "run" / "4" / "x.safetensors"), [b"12"])
-    assert _copies(folder) == [mine]
+    assert num_copies > len(_copies(folder)) > len(others)
+    cnr.LocalCopies(folder, max_bytes=4096).put(str(tmp_path / "run" / "4" / "x.safetensors"), [bytes(4096)])
+    assert sorted(folder.glob("[m0]*/*")) == others
+    assert [path.name for path in folder.glob("cnr*/*")] == ["x.safetensors.copy"]
 
 
-@pytest.mark.parametrize("given", ["s3://bucket/x", "memory://x", "", 3])
+@pytest.mark.parametrize("given", ["s3://bucket/x", "memory://x", "", 3, "a\0b", "a\ud800"])
 def test_copies_are_local(given: Any) -> None:
     with pytest.raises(ConfigurationError):
         cnr.LocalCopies(given)
@@ -265,7 +313,7 @@ def test_a_manager_removes_copies_that_it_does_not_need(tmp_path: Path, monkeypa
         lineage = read_lineage(saved.path).checkpoints
         used = {pack.name for checkpoint in lineage for pack in checkpoint.manifest.packs}
         names |= used
-        kept = {each.name for each in _copies(tmp_path / "local")}
+        kept = _names(tmp_path / "local")
         assert used <= kept
         num_removed = len(names - kept)
     manager.close()

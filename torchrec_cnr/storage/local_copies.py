@@ -1,9 +1,9 @@
 """Local copies: data files that a rank wrote or read are kept on a disk of its host, and restores read them from there.
 
-A copy has the name of its data file, and all bytes at the same places. What was not copied is a hole. Nothing depends
-on what is in a copy: a reader compares each blob with its digest in the manifest, and reads from the store what is
-missing, torn, stale or foreign. So copies are written without forcing them to disk, by several processes at once, and
-can be removed at any time. The store alone decides which checkpoints exist.
+A copy has the name of its data file, with a suffix, and all bytes at the same places. What was not copied is a hole.
+Nothing depends on what is in a copy: a reader compares each blob with its digest in the manifest, and reads from the
+store what is missing, torn, stale or foreign. So copies are written without forcing them to disk, by several processes
+at once, and can be removed at any time. The store alone decides which checkpoints exist.
 """
 
 import errno
@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from io import BufferedWriter
 from typing import Any
 
+from fsspec.implementations.local import LocalFileSystem
+
 from torchrec_cnr.arguments import check_count
 from torchrec_cnr.errors import ConfigurationError, DamagedError
 from torchrec_cnr.format.blob_bytes import Bytes
-from torchrec_cnr.format.manifest import PACK_SUFFIX
 from torchrec_cnr.human_text import bytes_text
 from torchrec_cnr.storage.files import Buffer
 from torchrec_cnr.storage.local_files import read_array
@@ -36,9 +37,9 @@ logger = logging.getLogger(__name__)
 _DISK_PART, _FREE_PART = 0.25, 0.5  # of a file system, and of what others leave of it, that copies take by default
 _COUNT_PART = 64  # the directory is measured again after this part of its bytes was written
 _ROOM_PART = 0.75  # of the bytes that are left when copies are removed
-_LEAST_COUNTED = 1 << 20
 _YOUNG_SECS = 60.0  # the checkpoint of a younger copy may not be committed yet
-_ROOT = re.compile("[0-9a-f]{16}")
+_FOLDER, _SUFFIX = "cnr-copies-", ".copy"  # only files with such names are removed
+_ROOT = re.compile(re.escape(_FOLDER) + "[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
@@ -82,14 +83,16 @@ class LocalCopies:
 
     def __init__(self, path: str | os.PathLike[str], *, max_bytes: int | None = None) -> None:
         name = checked_url(path)
-        if protocol_of(name) not in ("", "file"):
+        if protocol_of(name) not in ("", "file") or "\0" in name or not _is_encodable(name):
             raise ConfigurationError(f"'local' must be a directory of a local file system (got {name!r})")
         if max_bytes is not None:
             check_count("max_bytes", max_bytes, least=1)
-        self._path = posixpath.abspath(name.removeprefix("file://"))
+        self._path = str(LocalFileSystem._strip_protocol(name))
         self._max_bytes = max_bytes
         self._keeps_reads = True
-        self._lock = threading.Lock()
+        self._locks: dict[
+            int, threading.Lock
+        ] = {}  # by process: after a fork, a lock may be held by a thread that is gone
         self._num_until_count = 0
         self._has_warned = False
         self.num_local_bytes = 0
@@ -100,11 +103,11 @@ class LocalCopies:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for another process."""
-        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+        return {**self.__dict__, "_locks": {}}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._lock = threading.Lock()
+    @property
+    def _lock(self) -> threading.Lock:
+        return self._locks.setdefault(os.getpid(), threading.Lock())
 
     @classmethod
     def of(cls, given: "str | os.PathLike[str] | LocalCopies | None") -> "LocalCopies | None":
@@ -179,20 +182,22 @@ class LocalCopies:
     def remove_unused(self, root: str, used: Collection[str]) -> None:
         """Remove copies of data files under a root, except those with these names and those of the last minute."""
         newest = time.time() - _YOUNG_SECS
-        folder = posixpath.join(self._path, root_id(root))
+        folder = posixpath.join(self._path, _FOLDER + root_id(root))
         for copy in list(self._copies()):
             directory, name = posixpath.split(copy.path)
-            if directory == folder and name not in used and copy.written_at < newest:
+            if directory == folder and name.removesuffix(_SUFFIX) not in used and copy.written_at < newest:
                 _remove(copy.path)
 
     def _path_of(self, place: str) -> str:
         directory, name = posixpath.split(place)
-        return posixpath.join(self._path, root_id(posixpath.dirname(directory)), name)
+        return posixpath.join(self._path, _FOLDER + root_id(posixpath.dirname(directory)), name + _SUFFIX)
 
     def _keep(self, place: str, num_bytes: int, write: Callable[[str], None]) -> None:
         path = self._path_of(place)
         try:
-            os.makedirs(posixpath.dirname(path), exist_ok=True)
+            os.makedirs(folder := posixpath.dirname(path), exist_ok=True)
+            if os.path.islink(folder):
+                raise OSError(errno.ELOOP, "a link, whose files would not be counted", folder)
             if not self._has_room(num_bytes):
                 return
             write(path)
@@ -211,14 +216,14 @@ class LocalCopies:
             total = sum(copy.num_bytes for copy in copies)
             most_bytes = self._most_bytes(total)
             total += num_bytes
-            if total > most_bytes:
+            if total > most_bytes >= num_bytes:
                 for copy in copies:
-                    if total <= _ROOM_PART * most_bytes:
+                    if total <= max(num_bytes, _ROOM_PART * most_bytes):
                         break
-                    _remove(copy.path)
-                    total -= copy.num_bytes
-            self._num_until_count = max(_LEAST_COUNTED, most_bytes // _COUNT_PART) if total <= most_bytes else 0
-            return total <= most_bytes
+                    total -= copy.num_bytes if _remove(copy.path) else 0
+            has_room = total <= most_bytes
+            self._num_until_count = most_bytes // _COUNT_PART if has_room else 0
+            return has_room
 
     def _most_bytes(self, taken_bytes: int) -> int:
         """Return how many bytes copies may take that take so many now."""
@@ -240,7 +245,7 @@ class LocalCopies:
                     status = entry.stat(follow_symlinks=False)
                 except FileNotFoundError:
                     continue
-                if entry.name.endswith(PACK_SUFFIX):
+                if entry.name.endswith(_SUFFIX):
                     yield _Copy(entry.path, status.st_blocks * 512, status.st_mtime)
 
     def _warn(self, error: Exception) -> None:
@@ -249,6 +254,15 @@ class LocalCopies:
                 return
             self._has_warned = True
         logger.warning("%s: copies cannot be used; the store is used instead: %s", self._path, error)
+
+
+def _is_encodable(name: str) -> bool:
+    """Return whether a file can have this name."""
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _entries(path: str) -> list["os.DirEntry[str]"]:
@@ -280,8 +294,13 @@ def _write_at(path: str, start: int, data: Bytes) -> None:
         file.write(data.data)
 
 
-def _remove(path: str) -> None:
+def _remove(path: str) -> bool:
+    """Remove a file, and return whether it is gone."""
     try:
         os.unlink(path)
+    except FileNotFoundError:
+        return True
     except OSError as error:
         logger.debug("cannot remove %s: %s", path, error)
+        return False
+    return True
