@@ -261,7 +261,7 @@ def test_values_of_any_dtype_are_compared_bit_by_bit() -> None:
     """A zero that changes its sign has changed, and a NaN that stays has not."""
     model = IdMapModel()
     model.hashed._hash_zch_metadata = torch.zeros(NUM_ROWS, 2)
-    module = IdMapModule(model.hashed)
+    module = IdMapModule(model.hashed, model.hashed.output_size(), None)
     module.take()
     (metadata,) = (buffer for buffer in module.buffers if buffer.name == HASHED[1])
     assert bool(metadata.rows.marked.all())

@@ -122,7 +122,7 @@ class Upkeep:
             began = time.monotonic()
             try:
                 with telemetry.operation("maintenance", checkpoint=path):
-                    self.run_for(read_checkpoint(replace(Store.open(path, row_log=self._log), copies=self._copies)))
+                    self.run_for(read_checkpoint(Store.open(path, row_log=self._log)))
             except CheckpointNotFoundError as error:
                 logger.info("%s needs no maintenance any more because it was pruned: %s", path, error)
             except BaseException as error:  # the thread must not end: nothing else compacts and prunes
@@ -207,7 +207,8 @@ class Upkeep:
             Whether nothing is left to compact.
         """
         with leased(checkpoint.store, "compact") as lease:
-            plan = plan_compaction(checkpoint.store, max_ratio=self._max_ratio, empties_log=True, row_log=self._log)
+            store = replace(checkpoint.store, row_log=self._log, copies=self._copies)
+            plan = plan_compaction(store, max_ratio=self._max_ratio, empties_log=True)
             max_moved_bytes = round(MOVED_SHARE * plan.live_bytes)
             if plan.moved_bytes > max_moved_bytes:
                 plan = plan.restricted(max_moved_bytes)

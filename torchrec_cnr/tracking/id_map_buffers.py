@@ -15,8 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from torchrec.modules.mc_modules import ManagedCollisionModule, MCHManagedCollisionModule
+from torch import Tensor, nn
 
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.sharding import MemoryKey, ShardKey, memory_key
@@ -93,13 +92,18 @@ class LocatedBuffer:
 class IdMapModule:
     """The buffers of one managed-collision module on this rank.
 
+    Args:
+        module: The module.
+        num_rows: Rows of its shard of the table.
+        metadata: Names of its metadata, which it sorts by raw id with the ids; None if it sorts nothing.
+
     Attributes:
         buffers: Its buffers.
     """
 
-    def __init__(self, module: ManagedCollisionModule) -> None:
+    def __init__(self, module: nn.Module, num_rows: int, metadata: Collection[str] | None) -> None:
         self._module = module
-        num_rows = module.output_size()
+        self._metadata = metadata
         self.buffers = tuple(
             IdMapBuffer(name, value.detach())
             for name, value in module.state_dict().items()
@@ -115,10 +119,10 @@ class IdMapModule:
     @property
     def sorted_names(self) -> frozenset[str]:
         """The names of the buffers that are sorted by raw id in the module; none if it has no order of ids."""
-        if not isinstance(self._module, MCHManagedCollisionModule):
+        if self._metadata is None:
             return frozenset()
         names = frozenset(buffer.name for buffer in self.buffers if buffer.name.startswith(SORTED_PREFIX))
-        known = {SORTED_IDS, ROW_NUMBERS, *(f"{SORTED_PREFIX}{name}" for name in self._module._mch_metadata)}
+        known = {SORTED_IDS, ROW_NUMBERS, *(f"{SORTED_PREFIX}{name}" for name in self._metadata)}
         return names if names == known else frozenset()  # a buffer of a subclass may not be sorted with the others
 
     def take(self) -> None:

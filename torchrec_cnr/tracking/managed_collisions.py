@@ -44,7 +44,14 @@ def _evict(
 def find_id_maps(model: nn.Module) -> Sequence[IdMapModule]:
     """Return the managed-collision modules of a model."""
     modules = (module for _, module in modules_below(model) if isinstance(module, ManagedCollisionModule))
-    return [IdMapModule(module) for module in modules]
+    return [
+        IdMapModule(
+            module,
+            module.output_size(),
+            tuple(module._mch_metadata) if isinstance(module, MCHManagedCollisionModule) else None,
+        )
+        for module in modules
+    ]
 
 
 class IdMaps:
