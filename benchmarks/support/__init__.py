@@ -4,7 +4,7 @@
 - ``devices``: the device that benchmarks for GPUs use.
 - ``limited_store``: a store of limited speed.
 - ``process_memory``: resident memory now and at its peak.
-- ``processes``: runs a benchmark in another process.
+- ``processes``: runs a benchmark in another process, and jobs on several ranks.
 - ``registry``: finds the benchmarks in the folder of runners.
 - ``report``: the result of a benchmark, and its text.
 - ``quantization_errors``: measures the error of every scheme by its bytes per row, and formats tables.

@@ -1,19 +1,25 @@
-"""A benchmark in its own process, so that the memory that one leaves does not change the figures of the next."""
+"""A benchmark in its own process, whose memory does not change the figures of the next, and jobs on several ranks."""
 
+import json
 import logging
 import multiprocessing
+import os
+import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.support.report import Report
 from benchmarks.support.rounds import Setup
 
+_ROOT = Path(__file__).resolve().parents[2]
 _SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -51,6 +57,35 @@ def run_alone(run: Callable[[Setup], Report], setup: Setup) -> Report:
         process.terminate()
         process.join()
     return report
+
+
+def results_of_job(module: str, num_ranks: int, options: Sequence[str], limit_secs: float) -> Any:
+    """Run a job by torchrun, with one thread for each rank, and return what it prints last, which is JSON.
+
+    Args:
+        module: Its name in ``benchmarks.support.jobs``.
+        num_ranks: Number of gloo ranks.
+        options: Its options.
+        limit_secs: Seconds that it may take.
+
+    Raises:
+        RuntimeError: The job failed.
+        subprocess.TimeoutExpired: It took too long.
+    """
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    command = [sys.executable, "-m", *launcher, "-m", f"benchmarks.support.jobs.{module}", *options]
+    done = subprocess.run(
+        command,
+        cwd=_ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=limit_secs,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _answer(sender: Connection, run: Callable[[Setup], Report], setup: Setup) -> None:

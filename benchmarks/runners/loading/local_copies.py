@@ -1,17 +1,13 @@
 """Restores on several ranks from a slow store, of which one, none or all ranks have local copies."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from benchmarks.support.jobs.restoring_job import LOST, NUM_DELTAS, SHARE, WAYS
+from benchmarks.support.processes import results_of_job
 from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table, quartiles
 from benchmarks.support.rounds import Setup
 
-ROOT = Path(__file__).resolve().parents[3]
 NUM_RANKS, NUM_ROWS, DIM = 4, 6_000_000, 64
 NUM_ROUNDS = 5
 LATENCY_SECS, BYTES_PER_SEC = 0.05, 100e6
@@ -61,21 +57,8 @@ def run(setup: Setup) -> Report:
 def _results(folder: Path, num_ranks: int, num_rows: int, num_rounds: int) -> dict[str, list[_Round]]:
     job = [f"--folder={folder}", f"--rows={num_rows}", f"--dim={DIM}", f"--rounds={num_rounds}"]
     limits = [f"--latency-secs={LATENCY_SECS}", f"--bytes-per-sec={BYTES_PER_SEC}"]
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    command = [sys.executable, "-m", *launcher, "-m", "benchmarks.support.jobs.restoring_job", *job, *limits]
     (folder / "store").mkdir()
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECS,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
-    results: dict[str, list[_Round]] = json.loads(done.stdout.splitlines()[-1])
+    results: dict[str, list[_Round]] = results_of_job("restoring_job", num_ranks, [*job, *limits], LIMIT_SECS)
     return results
 
 

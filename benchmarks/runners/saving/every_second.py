@@ -1,17 +1,13 @@
 """An hour of training with a save every second: throughput, and what grows with the number of checkpoints."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from benchmarks.support.jobs.frequent_saves import KEPT, Block
+from benchmarks.support.processes import results_of_job
 from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table
 from benchmarks.support.rounds import Setup
 
-ROOT = Path(__file__).resolve().parents[3]
 NUM_RANKS, NUM_ROWS, NUM_QUICK_ROWS = 2, 100_000, 1_000
 NUM_BLOCKS, SECS_WITHOUT, SECS = 10, 30.0, 330.0
 MIN_RATE, MAX_CAPACITY = 0.95, 1.8
@@ -79,20 +75,7 @@ def _results(folder: Path, num_rows: int, num_blocks: int, secs_without: float, 
     """Run the job, and return its blocks, and the bytes of a full checkpoint with 4 bits."""
     job = [f"--root={folder / 'run'}", f"--rows={num_rows}", f"--blocks={num_blocks}"]
     times = [f"--secs-without={secs_without}", f"--secs={secs}"]
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}"]
-    command = [sys.executable, "-m", *launcher, "-m", "benchmarks.support.jobs.frequent_saves", *job, *times]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECS,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
-    results = json.loads(done.stdout.splitlines()[-1])
+    results = results_of_job("frequent_saves", NUM_RANKS, [*job, *times], LIMIT_SECS)
     return [Block(**block) for block in results["blocks"]], results["full_bytes"]
 
 

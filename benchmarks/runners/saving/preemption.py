@@ -1,16 +1,12 @@
 """Preemption: the time from a scheduler's signal until a checkpoint is committed, beside a full save of plain DCP."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+from benchmarks.support.processes import results_of_job
 from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table, number, quartiles
 from benchmarks.support.rounds import Setup
 
-ROOT = Path(__file__).resolve().parents[3]
 NUM_RANKS, NUM_ROWS, DIM = 4, 1_000_000, 64  # a table per rank, 1 GB in all
 NUM_ROUNDS = 9
 STEP_SECS = 0.1
@@ -62,20 +58,7 @@ def _results(root: Path, num_ranks: int, num_rows: int, num_rounds: int) -> dict
     """Run the job, and return each round, by share or ``plain``."""
     job = [f"--root={root}", f"--rows={num_rows}", f"--dim={DIM}", f"--step-secs={STEP_SECS}", f"--rounds={num_rounds}"]
     shares = ["--shares", *map(str, SHARES)]
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    command = [sys.executable, "-m", *launcher, "-m", "benchmarks.support.jobs.preempted_job", *job, *shares]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECS,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
-    results: dict[str, list[_Round]] = json.loads(done.stdout.splitlines()[-1])
+    results: dict[str, list[_Round]] = results_of_job("preempted_job", num_ranks, [*job, *shares], LIMIT_SECS)
     return results
 
 
