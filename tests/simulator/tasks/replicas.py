@@ -68,6 +68,7 @@ class ReplicatedRows(RowTracker):
             device_caches=[],
             hooks=hooks,
             id_maps=IdMaps(nn.Module()),
+            id_map_modules=(),
             replicas=Replicas(collection, hooks, self.shards),  # type: ignore[arg-type]
             aliases=Aliases(nn.Module(), []),
             references=_Digests(()),
