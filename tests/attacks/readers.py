@@ -65,7 +65,7 @@ READERS: dict[str, Reader] = {}
 
 SCHEMES: Sequence[Scheme] = (
     NoQuantization(), HalfPrecision(torch.float16), HalfPrecision(torch.bfloat16), Symmetric(2), Symmetric(8),
-    Asymmetric(3), Asymmetric(4), KMeans(2), KMeans(4),
+    Asymmetric(3), Asymmetric(4), Asymmetric(4, entropy_coded=True), KMeans(2), KMeans(4),
 )  # fmt: skip
 DCP_SIZE = (4, 2)  # of the float32 tensor that the data file of ``dcp_files`` holds
 _NOT_AN_INPUT = (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError)

@@ -54,6 +54,8 @@ SCHEMES: list[cnr.Scheme] = [
     cnr.Asymmetric(8),
     cnr.Asymmetric(4),
     cnr.Asymmetric(2),
+    cnr.Symmetric(3, entropy_coded=True),
+    cnr.Asymmetric(4, entropy_coded=True),
     *mixed.SCHEMES,
 ]
 

@@ -38,7 +38,14 @@ from torchrec_cnr.quantization import Asymmetric, KMeans, NoQuantization, Scheme
 
 Json = Any
 EXACT = NoQuantization()
-SCHEMES: list[Scheme] = [EXACT, Asymmetric(2), Asymmetric(4), Asymmetric(8), *mixed.SCHEMES]
+SCHEMES: list[Scheme] = [
+    EXACT,
+    Asymmetric(2),
+    Asymmetric(4),
+    Asymmetric(8),
+    Asymmetric(4, entropy_coded=True),
+    *mixed.SCHEMES,
+]
 GOLDEN = Path(__file__).parents[1] / "golden" / "v1"
 TRANSFORMED = GOLDEN.parent / "v1_transformed"
 START_BYTES = 512  # of a manifest file, in which its time of commit lies
@@ -774,6 +781,8 @@ LEAST = {"name": "least_squares", "cuts": ["0.0"], "rounds": 1, "kept": 1, "poli
         pytest.param({"name": "kmeans", "bits": 2.0}, id="bits are a float"),
         pytest.param({"name": "kmeans", "bits": 10**4000}, id="very many bits"),
         pytest.param({"name": "kmeans"}, id="no bits"),
+        pytest.param({"name": "kmeans", "bits": 2, "entropy_coded": True}, id="codebooks that are entropy-coded"),
+        pytest.param({"name": "symmetric", "bits": 2, "entropy_coded": False}, id="codes that say they are plain"),
         pytest.param({"bits": 2, "name": "kmeans"}, id="parameter before the name"),
         pytest.param({"name": "half", "dtype": "float32"}, id="half that is whole"),
         pytest.param({"name": "half", "dtype": ""}, id="half without a dtype"),

@@ -37,7 +37,7 @@ class Rows:
 @st.composite
 def _rows(draw: st.DrawFn) -> Rows:
     """Heads at random, and tails of few or of many different bytes."""
-    num_rows, head_bytes, tail_bytes = draw(st.integers(0, 300)), draw(st.integers(0, 9)), draw(st.integers(0, 16))
+    num_rows, head_bytes, tail_bytes = draw(st.integers(0, 300)), draw(st.integers(0, 9)), draw(st.integers(0, 40))
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     values = random.integers(0, 256, (num_rows, head_bytes + tail_bytes), dtype=np.uint8)
     for column in range(head_bytes, head_bytes + tail_bytes):
@@ -150,13 +150,16 @@ def test_blobs_of_too_many_rows_are_not_split() -> None:
         (cnr.Symmetric(2), 64, torch.float32, 4),
         (cnr.Asymmetric(3), 3, torch.float16, 4),
         (cnr.AdaptiveAsymmetric(8), 64, torch.bfloat16, 4),
+        (cnr.Symmetric(2, entropy_coded=True), 64, torch.float32, 20),
+        (cnr.Asymmetric(3, entropy_coded=True), 3, torch.float16, 6),
+        (cnr.AdaptiveAsymmetric(8, entropy_coded=True), 64, torch.bfloat16, 68),
         (cnr.KMeans(2), 64, torch.float32, 8),
         (cnr.KMeans(3), 64, torch.float32, 16),
         (cnr.KMeans(4), 64, torch.float32, 0),
     ],
 )
 def test_tails_of_schemes(scheme: cnr.Scheme, num_cols: int, dtype: torch.dtype, expected: int) -> None:
-    """A row ends in its scale and bias, a small codebook, or is all tail where it is short."""
+    """A row ends in scale and bias or a small codebook, or is all tail: where it is short, or its codes are coded."""
     assert scheme.tail_bytes(num_cols, dtype) == expected
     assert expected <= scheme.row_bytes(num_cols, dtype)
 
@@ -178,3 +181,22 @@ def test_a_delta_takes_less_by_what_tails_have_in_common(tmp_path: Path) -> None
     scheme = cnr.Asymmetric(4)
     decoded = scheme.decode(scheme.encode(state["table"]).codes, 64, DTYPES["float32"])
     assert cnr.load_table(tmp_path / "split", "table").equal(decoded)
+
+
+@pytest.mark.parametrize(("bits", "at_most"), [(2, 0.98), (3, 0.98), (4, 0.97), (8, 0.98)])
+def test_entropy_coded_rows_take_less_and_load_alike(tmp_path: Path, bits: int, at_most: float) -> None:
+    """The option changes the size of a table and nothing that a load gives."""
+    rows = torch.randn(LARGE, 64, generator=torch.Generator().manual_seed(bits))
+    num_bytes = {}
+    for name, scheme in {
+        "plain": cnr.AdaptiveAsymmetric(bits),
+        "coded": cnr.AdaptiveAsymmetric(bits, entropy_coded=True),
+    }.items():
+        writer = cnr.CNRStorageWriter(tmp_path / name, quantization={"table": scheme})
+        save({"table": rows}, storage_writer=writer, no_dist=True)
+        shards = cnr.read_checkpoint(tmp_path / name).manifest.tensors["table"].shards
+        num_bytes[name] = sum(blob.num_bytes for shard in shards for blob in shard.blobs)
+    assert num_bytes["coded"] < at_most * num_bytes["plain"]
+    loaded = cnr.load_table(tmp_path / "coded", "table")
+    assert loaded.equal(cnr.load_table(tmp_path / "plain", "table"))
+    assert not loaded[0].equal(rows[0])

@@ -44,6 +44,7 @@ SCHEME_KEYS = {
     "kmeans": ["name", "bits"],
     "transformed": ["name", "digest", "basis"],
 }
+ENTROPY_CODED = ("symmetric", "asymmetric", "adaptive_asymmetric")
 DECIMAL = re.compile(r"-?[0-9]+\.[0-9]+|[1-9](\.[0-9]+)?e-[0-9]{2,}")
 # A bfloat16 is kept as its 16 bits.
 DTYPES = {
@@ -245,6 +246,7 @@ class Scheme:
     half: str = ""
     digest: str = ""
     basis: str | None = None
+    is_entropy_coded: bool = False
 
     @property
     def item_bytes(self) -> int:
@@ -262,6 +264,8 @@ class Scheme:
         return (cols * self.bits + 15) // 16 * 2 + 4
 
     def tail_bytes(self, cols: int) -> int:
+        if self.is_entropy_coded:
+            return self.row_bytes(cols)
         if self.name in ("none", "half"):
             found = self.row_bytes(cols)
         else:
@@ -536,7 +540,10 @@ def scheme_of(value: Any, dtype: str) -> Scheme:
     kind = string(found.get("name"))
     if kind not in SCHEME_KEYS:
         refuse("unknown scheme")
-    mapping(value, SCHEME_KEYS[kind])
+    is_entropy_coded = kind in ENTROPY_CODED and "entropy_coded" in found
+    keys = SCHEME_KEYS[kind]
+    mapping(value, [*keys[:2], "entropy_coded", *keys[2:]] if is_entropy_coded else keys)
+    check(not is_entropy_coded or found["entropy_coded"] is True, "entropy-coded or not")
     check(kind == "none" or dtype in ("float32", "float16", "bfloat16"), "dtype that is not quantized")
     half = string(found.get("dtype", ""))
     check("dtype" not in found or half in ("float16", "bfloat16"), "no dtype of 16 bits")
@@ -548,7 +555,7 @@ def scheme_of(value: Any, dtype: str) -> Scheme:
         for digest in (found["digest"], found["basis"]):
             check(digest is None or DIGEST.fullmatch(string(digest)) is not None, "no digest")
         return Scheme(dtype, kind, digest=string(found["digest"]), basis=found["basis"])
-    return Scheme(dtype, kind, bits, half)
+    return Scheme(dtype, kind, bits, half, is_entropy_coded=is_entropy_coded)
 
 
 def check_search(value: Any) -> None:

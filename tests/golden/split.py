@@ -31,6 +31,9 @@ SCHEMES: Mapping[str, Scheme] = {
     "split.asymmetric8": Asymmetric(8),
     SPOILED: Asymmetric(4),
     "split.adaptive2": AdaptiveAsymmetric(2, LeastSquares((0.0,))),
+    "split.entropy_coded3": Symmetric(3, entropy_coded=True),
+    "split.entropy_coded4": Asymmetric(4, entropy_coded=True),
+    "split.entropy_coded8": AdaptiveAsymmetric(8, LeastSquares((0.0,)), entropy_coded=True),
     "split.kmeans2": KMeans(2),
     "split.kmeans3": KMeans(3),
 }

@@ -54,7 +54,7 @@ REMOVED = "step-5"
 WHOLE_T0 = {T0: Place(Box((0, 0), (320, 2))), EXP_AVG: Place(Box((0, 0), (320, 2)))}
 # By step, the widths of the column shards that T8 was saved in.
 COLUMNS = {1: (4, 2), 4: (2, 4)}
-MOVED = {f"5a7e{step:012d}-{rank}-0.safetensors" for step, rank in [(1, 1), (2, 0), (2, 1)]}
+MOVED = {f"5a7e{step:012d}-{file}.safetensors" for step, file in [(1, "1-0"), (2, "0-0"), (2, "0-1"), (2, "1-0")]}
 
 
 def state_of(step: int) -> dict[str, Tensor]:

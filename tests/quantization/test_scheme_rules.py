@@ -87,6 +87,8 @@ def test_other_widths_are_refused(kind: Callable[[Any], Scheme], bits: object) -
 
 REFUSED = {
     (AdaptiveAsymmetric, "search"): ("greedy", 25, GreedySearch),
+    (Symmetric, "entropy_coded"): (1, None, "True", []),
+    (AdaptiveAsymmetric, "entropy_coded"): (0,),
     (HalfPrecision, "dtype"): (torch.float32, "float16", None, 16),
     (GreedySearch, "num_bins"): (0, -1, 10_001, 25.0, True, None, "25"),
     (GreedySearch, "ratio"): (0.0, -0.5, 1.01, torch.nan, "1", None, True),
@@ -98,7 +100,12 @@ REFUSED = {
     (ByErrorBudget, "num_restores"): (-1, torch.nan, torch.inf, "1", True),
     (ByErrorBudget, "budget"): (-0.1, torch.nan, torch.inf, None),
 }
-REQUIRED = {AdaptiveAsymmetric: {"bits": 4}, LeastSquares: {"cuts": (0.0,)}, ByErrorBudget: {"num_restores": 1}}
+REQUIRED = {
+    Symmetric: {"bits": 4},
+    AdaptiveAsymmetric: {"bits": 4},
+    LeastSquares: {"cuts": (0.0,)},
+    ByErrorBudget: {"num_restores": 1},
+}
 
 
 @pytest.mark.parametrize(("kind", "name"), REFUSED, ids=lambda part: getattr(part, "__name__", part))
@@ -125,7 +132,7 @@ def test_schemes_come_back_from_a_manifest(scheme: Scheme) -> None:
     recorded = json.loads(json.dumps(scheme.to_json()))
     assert scheme_from_json(recorded, "here") == scheme
     assert scheme_from_json(recorded, "here").to_json() == recorded
-    for key in recorded:
+    for key in set(recorded) - {"entropy_coded"}:
         with pytest.raises(DamagedError, match=r"here: .*not a quantization scheme"):
             scheme_from_json({other: value for other, value in recorded.items() if other != key}, "here")
 
@@ -143,6 +150,10 @@ HOSTILE: list[Any] = [
     *({"dtype": "float16", "name": "half"}, {"name": "half"}, {"name": "half", "dtype": "float16", "bits": 16}),
     *({"name": "adaptive_asymmetric", "bits": bits, "search": GREEDY} for bits in BAD_BITS),
     {"name": "adaptive_asymmetric", "search": GREEDY, "bits": 4},
+    {"name": "adaptive_asymmetric", "bits": 4, "search": GREEDY, "entropy_coded": True},
+    {"name": "asymmetric", "entropy_coded": True, "bits": 4},
+    {"name": "kmeans", "bits": 4, "entropy_coded": True},
+    *({"name": "asymmetric", "bits": 4, "entropy_coded": value} for value in (False, 1, None, "true", [True], {})),
     *(
         {"name": "adaptive_asymmetric", "bits": 4, "search": search}
         for search in (

@@ -27,7 +27,9 @@ from torchrec_cnr.reading import load_table as load_table_module
 from torchrec_cnr.storage.pack_reader import PackReader
 from torchrec_cnr.tracking.modified_rows import RowMask
 
-SCHEMES: tuple[Scheme, ...] = (NoQuantization(), HalfPrecision(), Asymmetric(8), Asymmetric(3), KMeans(2))
+SCHEMES: tuple[Scheme, ...] = (
+    NoQuantization(), HalfPrecision(), Asymmetric(8), Asymmetric(3), Asymmetric(4, entropy_coded=True), KMeans(2)
+)  # fmt: skip
 T, E, W, M, Q, NEW = "t.weight", "t.exp_avg", "t.cube", "t.momentum", "q.weight", "new"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SECOND_NS = 10**9

@@ -3,7 +3,8 @@
 The tail of a row is the bytes after its codes, such as scale and bias. The scales of one table are similar, and so is
 its optimizer state, so their upper bytes contain little information. Tails are therefore compressed as byte planes (all
 first bytes, then all second bytes, and so on). Each plane has its own entropy code, and all are in one Zstandard frame
-that states its size. docs/design/006-split-blobs.md explains why codes are not compressed, and how much this saves.
+that states its size. docs/design/006-split-blobs.md tells how much this saves. All of a row is its tail if its codes
+are to be compressed as well: see docs/design/014-entropy-coded-codes.md.
 
 A blob is split only if that makes it smaller. A split blob has no exact rows, so the size of a blob shows whether it is
 split. Rows that are all equal, such as optimizer state before the first step, are not split: they would shrink to a
@@ -123,6 +124,9 @@ Bytes = npt.NDArray[np.uint8]
 _MAX_RATIO = 64  # most bytes of rows per byte of a split blob; bounds the memory that a small file can demand
 _MIN_SAVED = 128  # a split must save at least 1/128 of the tails; a blob that is only a bit short is a truncated one
 _MIN_FRAME = 10  # bytes of the smallest frame with content
+# In a longer tail, all bytes but the last, scale and bias, are codes. In a block of few rows these share an entropy
+# code: codes of their own would take more bytes than they save.
+_MAX_SHORT_TAIL, _NUM_LAST, _MIN_ROWS = 16, 4, 2048
 
 
 def split(codes: Bytes, tail_bytes: int) -> Bytes | None:
@@ -135,7 +139,9 @@ def split(codes: Bytes, tail_bytes: int) -> Bytes | None:
     if not tail_bytes or not len(codes):
         return None
     num_rows, head_bytes = len(codes), codes.shape[1] - tail_bytes
-    planes = [column.tobytes() for column in codes[:, head_bytes:].T]
+    num_joined = tail_bytes - _NUM_LAST if tail_bytes > _MAX_SHORT_TAIL and num_rows < _MIN_ROWS else 0
+    joined = [codes[:, head_bytes : head_bytes + num_joined].T.tobytes()] if num_joined else []
+    planes = joined + [column.tobytes() for column in codes[:, head_bytes + num_joined :].T]
     frame = np.frombuffer(compressed(*planes), dtype=np.uint8)
     if not may_be_split(num_rows * head_bytes + len(frame), num_rows, codes.shape[1], tail_bytes):
         return None

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
@@ -99,7 +99,7 @@ def possible_schemes(rule: Quantization) -> Iterator[Scheme]:
     """Yield every scheme that a rule may choose or try, with its search."""
     match rule:
         case AdaptiveAsymmetric(bits, None):
-            yield from (AdaptiveAsymmetric(bits, search) for search in LADDERS[bits])
+            yield from (replace(rule, search=search) for search in LADDERS[bits])
         case ByExpectedRestores() | ByErrorBudget():
             for choice in rule.choices():
                 yield from possible_schemes(choice)
@@ -141,11 +141,12 @@ def _parsed(value: Mapping[str, Any]) -> Scheme | None:
         case {"name": "half", "dtype": "float16" | "bfloat16" as dtype}:
             return HalfPrecision(torch.float16 if dtype == "float16" else torch.bfloat16)
         case {"name": "symmetric", "bits": bits}:
-            return Symmetric(bits)
+            return Symmetric(bits, entropy_coded=value.get("entropy_coded", False))
         case {"name": "asymmetric", "bits": bits}:
-            return Asymmetric(bits)
+            return Asymmetric(bits, entropy_coded=value.get("entropy_coded", False))
         case {"name": "adaptive_asymmetric", "bits": bits, "search": {} as search}:
-            return AdaptiveAsymmetric(bits, _parsed_search(search))
+            found = _parsed_search(search)
+            return AdaptiveAsymmetric(bits, found, entropy_coded=value.get("entropy_coded", False))
         case {"name": "kmeans", "bits": bits}:
             return KMeans(bits)
         case {"name": "transformed", "digest": digest, "basis": basis}:

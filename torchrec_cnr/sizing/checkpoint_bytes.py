@@ -5,10 +5,10 @@ not counted: together they are less than a thousandth of a checkpoint of some gi
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchrec_cnr.policies import Compacted
-from torchrec_cnr.quantization import Scheme
+from torchrec_cnr.quantization import AdaptiveAsymmetric, Asymmetric, Scheme, Symmetric
 from torchrec_cnr.sizing.inputs import DTYPE, Sizing, Table
 from torchrec_cnr.storage.pack_writer import BLOCK_BYTES, PACK_BYTES
 from torchrec_cnr.tracking.modified_rows import MAX_HEAT
@@ -16,6 +16,7 @@ from torchrec_cnr.tracking.modified_rows import MAX_HEAT
 # The share of a row's tail that is left after compression, as measured: see docs/design/006-split-blobs.md.
 _PACKED_VALUES = {"none": 3.4 / 4, "half": 1.3 / 2}  # by the name of the scheme
 _PACKED_SCALES = 2.65 / 4
+_ENTROPY_CODED = 0.95  # of codes, as measured: see docs/design/014-entropy-coded-codes.md
 # The bytes per row number after compactions, which store rows of each heat and age separately. Also measured.
 _COMPACTED_NUMBER_BYTES = 1.26
 
@@ -72,6 +73,9 @@ def _table_row_bytes(sizing: Sizing, table: Table) -> tuple[float, float]:
 
 def _row_bytes(scheme: Scheme, num_cols: int) -> tuple[float, float]:
     """Return the bytes per row of codes or values, and of scale and bias."""
+    if isinstance(scheme, Symmetric | Asymmetric | AdaptiveAsymmetric) and scheme.entropy_coded:
+        codes, scales = _row_bytes(replace(scheme, entropy_coded=False), num_cols)
+        return _ENTROPY_CODED * codes, scales
     tail_bytes = scheme.tail_bytes(num_cols, DTYPE)
     head_bytes = scheme.row_bytes(num_cols, DTYPE) - tail_bytes
     if scheme.name in _PACKED_VALUES:

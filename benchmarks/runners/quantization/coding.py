@@ -1,4 +1,4 @@
-"""The throughput of plain quantization, relative to FBGEMM, of k-means, and of transform-coded rows.
+"""The throughput of plain quantization, relative to FBGEMM, of entropy coding, k-means, and transform-coded rows.
 
 Transform-coded rows are those of trained tables. Their entropy coding counts, as do all threads.
 """
@@ -24,6 +24,7 @@ from benchmarks.support.data.tiled_rows import tiled, trained_table
 from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table
 from benchmarks.support.rounds import Candidate, Setup, interleave, ratios, times_table
+from torchrec_cnr.format.blob_bytes import join, split
 from torchrec_cnr.quantization import Scheme, SchemeRules, Transformed
 from torchrec_cnr.quantization.packed_rows import pack_rows, unpack_bytes
 from torchrec_cnr.saving.encoding import choose_scheme
@@ -81,6 +82,7 @@ def run(setup: Setup) -> Report:
         for found, table in (_encoding(setup, rows, bits), _decoding(setup, rows, bits), _gathering(setup, rows, bits)):
             figures += found
             tables.append(table)
+        tables.append(_entropy_coding(setup, rows, bits))
     figures += _clusters(setup)
     for found, table in _transforms(setup):
         figures += found
@@ -132,6 +134,38 @@ def _gathering(setup: Setup, rows: Tensor, bits: int) -> tuple[list[Figure], Tab
 
 def _encode_copies(encode: Coder, rows: Tensor, numbers: Tensor) -> Tensor:
     return encode(rows.index_select(0, numbers))
+
+
+def _entropy_coding(setup: Setup, rows: Tensor, bits: int) -> Table:
+    """Time the bytes of blobs whose codes are compressed, and of those of which only scale and bias are."""
+    setup.say(f"timing entropy-coded codes of {bits} bits")
+    schemes = {
+        "plain": cnr.Asymmetric(bits),
+        "entropy-coded": cnr.Asymmetric(bits, entropy_coded=True),
+    }
+    candidates = {}
+    for name, scheme in schemes.items():
+        blobs = [(len(block), _blob(scheme, block)) for block in rows.split(BLOCK_ROWS)]
+        num_bytes = sum(blob.nbytes for _, blob in blobs) / len(rows)
+        candidates[f"{name}, {num_bytes:.1f} bytes a row, encodes"] = _candidate(partial(_blob, scheme), rows)
+        candidates[f"{name}, decodes"] = _each(partial(_decode_blob, scheme, torch.empty(BLOCK_ROWS, DIM)), blobs)
+    timings = interleave(candidates, NUM_QUICK_ROUNDS if setup.quick else NUM_ROUNDS)
+    return times_table(f"Asymmetric({bits}), blobs", timings)
+
+
+def _decode_blob(scheme: Scheme, target: Tensor, sized: tuple[int, NDArray[np.uint8]]) -> None:
+    """Decode a number of rows and their blob into the first rows of ``target``."""
+    num_rows, blob = sized
+    row_bytes, tail_bytes = scheme.row_bytes(DIM, target.dtype), scheme.tail_bytes(DIM, target.dtype)
+    codes = torch.from_numpy(join(blob, num_rows, row_bytes, tail_bytes, "here")).view(num_rows, -1)
+    numbers = torch.arange(num_rows)
+    scheme.decode_into(codes, numbers, 0, target, numbers)
+
+
+def _blob(scheme: Scheme, block: Tensor) -> NDArray[np.uint8]:
+    codes = scheme.encode(block).codes.numpy()
+    divided = split(codes, scheme.tail_bytes(DIM, block.dtype))
+    return codes.reshape(-1) if divided is None else divided
 
 
 def _compared(

@@ -32,6 +32,8 @@ SCHEMES: Mapping[str, tuple[Quantization, cnr.Scheme]] = {  # of the tables, and
     "4 bits": (cnr.AdaptiveAsymmetric(4), EXACT),
     "3 bits": (cnr.AdaptiveAsymmetric(3), EXACT),
     "8 bits": (cnr.Asymmetric(8), EXACT),
+    "8 bits, entropy-coded": (cnr.Asymmetric(8, entropy_coded=True), EXACT),
+    "4 bits, entropy-coded": (cnr.AdaptiveAsymmetric(4, entropy_coded=True), EXACT),
     "transformed, error of 8 bits": (TransformCoded(cnr.Asymmetric(8)), EXACT),
     "transformed, error of 4 bits": (TransformCoded(cnr.AdaptiveAsymmetric(4)), EXACT),
     "transformed, error of 3 bits": (TransformCoded(cnr.AdaptiveAsymmetric(3)), EXACT),
@@ -143,6 +145,11 @@ def _report(results: Mapping[Head, _Result], num_clicks: int, num_checkpoints: i
         course = results[head].courses[f"transformed, error of {bits}", "Consecutive"]
         figures.append(
             Figure(f"{head}, error of {bits}: written, less by", course.full / course.written, "×", at_least=least)
+        )
+    for head, result in results.items():
+        course = result.courses["8 bits, entropy-coded", "Consecutive"]
+        figures.append(
+            Figure(f"{head}, 8 bits, entropy-coded: written, less by", course.full / course.written, "×", at_least=14.0)
         )
     for head, least in MIN_KEPT.items():
         course = results[head].courses["transformed, error of 4 bits", "Compacted"]
