@@ -68,7 +68,7 @@ class KnownManifests:
             self._found.clear()
 
 
-PLAIN_BYTES = 1 << 20  # larger bodies are packed, which means compressed
+PLAIN_BYTES = 1 << 14  # larger bodies are packed, which means compressed
 MAX_BYTES = 1 << 30  # the largest body that is decompressed
 # Measured: manifests of many ranks or tables compress to 1/4 to 1/28, and their values take up to 195 times the frame.
 MAX_PACKED_RATIO = 32  # most bytes of a body per byte of its frame
