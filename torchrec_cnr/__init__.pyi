@@ -33,6 +33,7 @@ from .maintenance.pruning.retention import Best, Keep
 from .maintenance.tags_and_metrics import tag, untag, write_metrics
 from .maintenance.verification.verify import VerifyReport, verify
 from .manager.background import Background
+from .manager.local_checkpoints import LocalCheckpoints
 from .manager.manager import CheckpointManager
 from .manager.param_groups import ParamGroups
 from .manager.preemption import Preemption
@@ -104,6 +105,7 @@ __all__ = [
     "LeastSquares",
     "LoadError",
     "LoadReport",
+    "LocalCheckpoints",
     "LocalCopies",
     "NoQuantization",
     "OneShot",

@@ -266,8 +266,8 @@ def test_times_of_asynchronous_saves_are_those_of_the_save(tmp_path: Path, monke
     saved = manager.wait()
     assert saved is not None
     assert 0 < saved.secs < took + 0.3
-    wait = manager.wait
-    monkeypatch.setattr(manager, "wait", lambda: (time.sleep(0.2), wait())[1])
+    wait = manager._wait
+    monkeypatch.setattr(manager, "_wait", lambda: (time.sleep(0.2), wait())[1])
     manager.async_save(2, state(job))
     saved = manager.wait()
     manager.close()

@@ -83,6 +83,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Any]
         planner,
         reader,
         cnr.LocalCopies(root.parent / "copies"),
+        cnr.LocalCheckpoints("/dev/shm/run", every_secs=1.0),
         cnr.CNRSavePlanner(),
         cnr.CNRStorageWriter(root / "step-300", quantization=cnr.AdaptiveAsymmetric(4)),
         subscriber,

@@ -9,6 +9,7 @@
 - ``background``: ``Background``, the settings of background saves and compaction.
 - ``callbacks``: calls the user's callbacks, and logs and counts the exceptions that they raise.
 - ``open_roots``: ensures that this process has at most one manager for each root.
+- ``local_checkpoints``: ``LocalCheckpoints``, frequent checkpoints on a disk of the host, and when they are restored.
 - ``unused_copies``: removes local copies that the newest checkpoint does not need.
 - ``ranks``: the process groups of a run, and the heartbeat that names a rank which no longer responds.
 - ``reader_state``: ``ReaderState``, which saves the data loader state that belongs to the last trained batch.

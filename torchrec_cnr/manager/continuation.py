@@ -21,7 +21,8 @@ from torchrec_cnr.lineage.latest import newest_first
 from torchrec_cnr.maintenance.background_upkeep import Upkeep
 from torchrec_cnr.manager.ranks import RunRanks
 from torchrec_cnr.manager.restore import NAME
-from torchrec_cnr.saving.plug_in_messages import CommittedSize
+from torchrec_cnr.progress import Saved, SavePhases
+from torchrec_cnr.saving.plug_in_messages import CommittedSize, SaveMetadata
 from torchrec_cnr.storage.leases import Lease
 from torchrec_cnr.storage.row_log import RowLog
 from torchrec_cnr.storage.store import Store
@@ -60,14 +61,30 @@ class Continuation:
         head, path = self._tracker.head, Store.open(self.path(step)).path
         return is_existing and head is not None and head.ref.path == path
 
-    def size_of(self, path: str) -> CommittedSize:
-        """Return the size of a checkpoint, which rank 0 reads.
+    def saved(
+        self, step: int, metadata: SaveMetadata | None, stall_secs: float, secs: float, num_retries: int
+    ) -> Saved:
+        """Describe a committed checkpoint. Without the metadata of its save, rank 0 reads its size.
 
         Raises:
             CNRError: It cannot be read.
         """
-        size: CommittedSize = self._ranks.decide(self._size_of(path) if self._ranks.rank == 0 else None)
-        return size
+        path = self.path(step)
+        size: CommittedSize | None = None if metadata is None else metadata.size
+        if size is None:
+            size = self._ranks.decide(self._size_of(path) if self._ranks.rank == 0 else None)
+        assert size is not None
+        return Saved(
+            step=step,
+            path=Store.open(path).url,
+            kind=size.kind,
+            num_bytes=size.num_bytes,
+            num_rows=size.num_rows,
+            stall_secs=stall_secs,
+            secs=secs,
+            phases=SavePhases() if metadata is None else metadata.phases[self._ranks.rank],
+            num_retries=num_retries,
+        )
 
     def _size_of(self, path: str) -> CommittedSize | CNRError:
         try:
@@ -97,6 +114,16 @@ class Continuation:
         if self._back_at is not None:
             self._ranks.decide(abandon_newer(self._root, self._back_at) if self._ranks.rank == 0 else None)
             self._back_at = None
+
+    def leave_all(self) -> None:
+        """Abandon all checkpoints of the root, because the run does not continue from any of them.
+
+        Raises:
+            StoreError: The root cannot be read or written to.
+        """
+        self._taken = self._ranks.decide(abandoned_names(self._root) if self._ranks.rank == 0 else None)
+        self._tracker.forget()
+        self.release()
 
     def leave_other_roots(self) -> None:
         """Forget a latest checkpoint of another root, because a root should need no other root."""
@@ -163,6 +190,15 @@ def names_behind(root: Store, step: int) -> frozenset[str] | CNRError:
         return frozenset(name for name in later_names if root.at(name).exists(MANIFEST_FILE))
     except CNRError as error:
         return error
+
+
+def abandoned_names(root: Store) -> frozenset[str] | CNRError:
+    """Abandon all checkpoints of a root, and return their names, or an error to raise on all ranks."""
+    try:
+        mark_abandoned(root, list(newest_first(root)), None)
+    except CNRError as error:
+        return error
+    return names_behind(root, -1)
 
 
 def names_behind_head(root: Store, head: Head | None) -> frozenset[str]:

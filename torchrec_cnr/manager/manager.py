@@ -13,13 +13,12 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from torchrec_cnr import telemetry
 from torchrec_cnr.arguments import check_count, check_secs, check_type
-from torchrec_cnr.errors import CNRError, ConfigurationError, SaveError, StoreError
+from torchrec_cnr.errors import CNRError, SaveError, StoreError
 from torchrec_cnr.human_text import url_text
 from torchrec_cnr.loading.load_report import LoadReport
 from torchrec_cnr.maintenance.background_upkeep import Upkeep
@@ -27,14 +26,24 @@ from torchrec_cnr.maintenance.pruning.retention import Keep, check_keep
 from torchrec_cnr.manager.background import Background, check_background
 from torchrec_cnr.manager.callbacks import Callbacks
 from torchrec_cnr.manager.continuation import Continuation
+from torchrec_cnr.manager.local_checkpoints import LocalCheckpoints, LocalRun, check_local_checkpoints
 from torchrec_cnr.manager.open_roots import open_roots
 from torchrec_cnr.manager.preemption import Preemption, StopAgreement, check_preemption
 from torchrec_cnr.manager.ranks import RunRanks
-from torchrec_cnr.manager.restore import claimed, path_of_step, restore_newest, step_of
+from torchrec_cnr.manager.restore import (
+    MAX_STEP,
+    check_choice,
+    check_state,
+    claimed,
+    path_of_step,
+    restore_newest,
+    step_of,
+    target_of,
+)
 from torchrec_cnr.manager.schedule import Schedule
 from torchrec_cnr.manager.unused_copies import UnusedCopies
 from torchrec_cnr.policies import Compacted, OneShot, Policy, check_policy
-from torchrec_cnr.progress import Saved, SavePhases
+from torchrec_cnr.progress import Saved
 from torchrec_cnr.quantization import Quantization
 from torchrec_cnr.saving.planner import CNRSavePlanner
 from torchrec_cnr.saving.plug_in_messages import SaveMetadata
@@ -46,7 +55,6 @@ from torchrec_cnr.tracking.tracked_tables import TrackedRows, check_tracker
 
 logger = logging.getLogger(__name__)
 
-MAX_STEP = 10**18 - 1  # a directory name has at most 18 digits
 StateSource = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
 
@@ -69,6 +77,7 @@ class CheckpointManager:
         thread_count: Number of data files that are read or written at the same time.
         local: A directory of this host, or ``LocalCopies``: the data files that a rank writes and reads are kept there,
             too, and restores on the same host need not read them from the root.
+        local_checkpoints: More frequent checkpoints on a disk of the host; see ``LocalCheckpoints``.
         background: Limits on the processor time, bandwidth, memory and compaction of background work.
         preemption: The signals after which all ranks save and the job stops. By default, none are handled.
         timeout_secs: How many seconds a rank waits for the others in a save, before an error names the missing ranks.
@@ -92,6 +101,10 @@ class CheckpointManager:
         >>> manager.close()
     """
 
+    report: LoadReport | None = None
+    _in_flight: tuple[int, float, float, list[float], Future[Any]] | None = None
+    _upkeep: Upkeep | None = None
+
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -105,6 +118,7 @@ class CheckpointManager:
         num_retries: int = 2,
         thread_count: int = 2,
         local: str | os.PathLike[str] | LocalCopies | None = None,
+        local_checkpoints: LocalCheckpoints | None = None,
         background: Background | None = None,
         preemption: Preemption | None = None,
         timeout_secs: float = 1800.0,
@@ -112,7 +126,7 @@ class CheckpointManager:
         on_saved: Callable[[Saved], None] | None = None,
         on_progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
-        _check_arguments(tracker, keep, row_log, num_retries, background, preemption)
+        _check_arguments(tracker, keep, row_log, num_retries, background, preemption, local_checkpoints)
         check_secs("timeout_secs", timeout_secs)
         background = background or Background()
         if policy is None:
@@ -120,9 +134,9 @@ class CheckpointManager:
         check_policy(policy)
         destination_of(row_log).refuse_policy(policy)
         self._root, self._copies = Store.open(root).url, LocalCopies.of(local)
-        self._log, self._tracker = row_log, tracker
+        self._log, self._tracker, self._keep = row_log, tracker, keep
         self._planner = CNRSavePlanner(tracker, policy=policy)
-        self._callbacks = Callbacks(on_saved, on_progress)
+        self._callbacks, self._due = Callbacks(on_saved, on_progress), Schedule(every_steps, every_secs)
         self._writer = CNRStorageWriter(
             self._root,
             quantization=quantization,
@@ -131,46 +145,26 @@ class CheckpointManager:
             cpu_share=background.cpu_share,
             max_bytes_per_sec=background.max_bytes_per_sec,
             local=self._copies,
+            tracker=tracker,
             timeout_secs=timeout_secs,
             row_log=row_log,
             progress=partial(self._callbacks.progress, "save"),
         )
-        self._when_busy, self._keep = background.when_busy, keep
-        self._thread_count = thread_count
-        self._due = Schedule(every_steps, every_secs)
-        self._num_retries = num_retries
-        self._in_flight: tuple[int, float, float, list[float], Future[Any]] | None = None
-        self._upkeep: Upkeep | None = None
+        self._when_busy, self._num_retries, self._thread_count = background.when_busy, num_retries, thread_count
         open_roots.enter(self._root, self)
         self._ranks = RunRanks(timeout_secs)  # a collective, so after the checks of all arguments
-        self._refuse_different(every_steps, every_secs, timeout_secs, preemption)
+        same: dict[str, object] = {"every_steps": every_steps, "every_secs": every_secs, "num_retries": num_retries}
+        same |= {"timeout_secs": timeout_secs, "when_busy": background.when_busy, "preemption": preemption}
+        self._ranks.refuse_different(same, at_failure=lambda: open_roots.leave(self._root, self))
         self._due.share = self._ranks.decide
         self._stop = StopAgreement(preemption, self._ranks)
         if self._ranks.rank == 0:
             what, progress = background.compaction(policy), self._callbacks.progress
             self._upkeep = Upkeep(self._root, keep, *what, row_log=row_log, copies=self._copies, progress=progress)
-        self.report: LoadReport | None = None
         self._continuation = Continuation(self._root, row_log, tracker, self._ranks)
         self._unused = UnusedCopies(self._copies, self._root)
-
-    def _refuse_different(
-        self, every_steps: int | None, every_secs: float | None, timeout_secs: float, preemption: Preemption | None
-    ) -> None:
-        """Raise an error if arguments differ by which each rank decides by itself whether to save, wait or retry."""
-        arguments = {
-            "every_steps": every_steps,
-            "every_secs": every_secs,
-            "num_retries": self._num_retries,
-            "timeout_secs": timeout_secs,
-            "when_busy": self._when_busy,
-            "preemption": preemption,
-        }
-        try:
-            self._ranks.refuse_different(arguments)
-        except BaseException:
-            self._ranks.close()
-            open_roots.leave(self._root, self)
-            raise
+        make = partial(CheckpointManager, thread_count=thread_count, timeout_secs=timeout_secs)
+        self._local = LocalRun.of(local_checkpoints, self._root, tracker, self._ranks, background, make)
 
     def __repr__(self) -> str:
         head = self._tracker.head
@@ -193,9 +187,15 @@ class CheckpointManager:
             ConfigurationError: ``step`` or ``state`` is invalid, or this manager was closed.
             CheckpointException, SaveError: All attempts failed. The next checkpoint includes the rows.
         """
+        self._check_save(step, state)
+        must_stop = self._stop.reach()
+        saved = None if self._local is None else self._local.save(step, state)
+        return self._save_with_retries(step, state) if must_stop or force or self._due(step) else saved
+
+    def _check_save(self, step: int, state: StateSource) -> None:
         check_count("step", step, 0, MAX_STEP)
-        _check_state(state, self._ranks)
-        return self._save_with_retries(step, state) if self._stop.reach() or force or self._due(step) else None
+        self._ranks.check_open()
+        check_state(state)
 
     def _save_with_retries(self, step: int, state: StateSource) -> Saved:
         self._wait_before_save(step)
@@ -233,21 +233,21 @@ class CheckpointManager:
             ConfigurationError: ``step`` or ``state`` is invalid, or this manager was closed.
             CheckpointException, SaveError: The previous save failed, or is still running and ``when_busy`` is "fail".
         """
-        check_count("step", step, 0, MAX_STEP)
-        _check_state(state, self._ranks)
+        self._check_save(step, state)
         if self._stop.reach():  # nothing may be left to do in the background, as this process will be killed
             done = Future[Any]()
             done.set_result(self._save_with_retries(step, state))
             return done
+        local_future = None if self._local is None else self._local.async_save(step, state)
         if not (force or self._due(step)):
-            return None
+            return local_future
         is_busy = self._in_flight is not None and not self._in_flight[-1].done()
         if self._when_busy != "wait" and self._ranks.any(is_busy):
             if self._when_busy == "skip":
-                return None
+                return local_future
             raise SaveError(f"step {step}: the previous save is still running; a later save includes all rows")
         began = time.monotonic()
-        self.wait()
+        self._wait()
         started, ended = time.monotonic(), list[float]()
         future: Future[Any] = self._save(async_save, step, state)
         future.add_done_callback(lambda _: ended.append(time.monotonic()))
@@ -282,7 +282,7 @@ class CheckpointManager:
         if self.should_stop:
             self._writer.lift_limits()
         try:
-            self.wait()
+            self._wait()
         except (CheckpointException, SaveError) as error:
             if not self.should_stop:
                 raise
@@ -294,6 +294,11 @@ class CheckpointManager:
         Raises:
             CheckpointException, SaveError: That save failed. The next checkpoint includes the rows.
         """
+        local_saved = None if self._local is None else self._local.wait()
+        return self._wait() or local_saved
+
+    def _wait(self) -> Saved | None:
+        """Wait for the background save of this root."""
         if self._in_flight is None:
             return None
         step, started, stall_secs, ended, future = self._in_flight
@@ -312,21 +317,7 @@ class CheckpointManager:
         self._due.saved(step)
         self._settle_last_save()
         self._continuation.release()
-        path = self._continuation.path(step)
-        size = None if metadata is None else metadata.size
-        if size is None:
-            size = self._continuation.size_of(path)
-        saved = Saved(
-            step=step,
-            path=Store.open(path).url,
-            kind=size.kind,
-            num_bytes=size.num_bytes,
-            num_rows=size.num_rows,
-            stall_secs=stall_secs,
-            secs=secs,
-            phases=SavePhases() if metadata is None else metadata.phases[self._ranks.rank],
-            num_retries=num_retries,
-        )
+        saved = self._continuation.saved(step, metadata, stall_secs, secs, num_retries)
         if self._upkeep is not None and not self.should_stop:  # this process will be killed
             self._upkeep.after(saved.path)
         self._unused.after(saved.path)
@@ -346,7 +337,7 @@ class CheckpointManager:
 
         From this call on, only this job may save to the root, even if the load fails: the next save of any other job
         fails with ``FencedError``. If an older checkpoint was loaded by name, the next save marks the newer ones as
-        abandoned. :func:`latest`, restores, and the counts of ``Keep`` then skip them.
+        abandoned; with local checkpoints, this call does. :func:`latest`, restores, and ``Keep`` then skip them.
 
         Args:
             state: The state as for ``dcp.load``. Its entries that are not tensors are replaced. So pass the mapping
@@ -366,17 +357,18 @@ class CheckpointManager:
                 ``failures`` has the error of each rank, such as a ``StateMismatchError``. Or the background save
                 failed, and nothing was loaded: call this again.
         """
-        _check_state(state, self._ranks)
+        self._ranks.check_open()
+        check_state(state)
         self.wait()
-        target = state() if callable(state) else state
-        check_type("state", target, dict, "a dict to load into")
-        assert isinstance(target, dict)
+        target = target_of(state)
         root, chosen_path = Store.open(self._root, row_log=self._log), None if path is None else Store.open(path).url
-        if step is not None:
-            check_count("step", step, 0, MAX_STEP)
-            if chosen_path is not None:
-                raise ConfigurationError("'step' and 'path' both name a checkpoint; pass only one of them")
-        self._ranks.decide(claimed(self._root) if self._ranks.rank == 0 else None)
+        check_choice(step, path)
+        if self._local is None:
+            self._ranks.decide(claimed(self._root) if self._ranks.rank == 0 else None)
+        elif (local_step := self._local.restored(target, is_newest=step is None and path is None)) is not None:
+            self.report = self._local.manager.report
+            self._continuation.restored(local_step, None)
+            return local_step
         if step is not None:
             chosen_path = self._ranks.decide(path_of_step(root, step) if self._ranks.rank == 0 else None)
         path_and_report = restore_newest(
@@ -395,7 +387,20 @@ class CheckpointManager:
         loaded_path, self.report = path_and_report
         restored_step = step_of(loaded_path)
         self._continuation.restored(restored_step, chosen_path)
+        if self._local is not None:  # whose next checkpoint is older than those that are abandoned
+            self._continuation.abandon_newer()
         return restored_step
+
+    def abandon_all(self) -> None:
+        """Abandon all checkpoints of the root: the next save is a baseline, and restores skip those that are there.
+
+        Raises:
+            ConfigurationError: This manager was closed.
+            StoreError: The root cannot be read or written to.
+        """
+        self._ranks.check_open()
+        self.wait()
+        self._continuation.leave_all()
 
     @property
     def should_stop(self) -> bool:
@@ -412,6 +417,8 @@ class CheckpointManager:
         try:
             self.wait()
         finally:
+            if self._local is not None:
+                self._local.close()
             self._stop.close()
             self._continuation.release()
             self._unused.close()
@@ -423,21 +430,19 @@ class CheckpointManager:
 
 
 def _check_arguments(
-    tracker: object, keep: object, row_log: object, num_retries: object, background: object, preemption: object
+    tracker: object,
+    keep: object,
+    log: object,
+    num_retries: object,
+    background: object,
+    preemption: object,
+    local: object,
 ) -> None:
     """Check the arguments that neither the writer nor the planner nor the callbacks check."""
     check_tracker(tracker)
     check_keep(keep)
-    check_row_log(row_log)
+    check_row_log(log)
     check_count("num_retries", num_retries)
     check_background(background)
     check_preemption(preemption)
-
-
-def _check_state(state: object, ranks: RunRanks) -> None:
-    ranks.check_open()
-    if isinstance(state, torch.nn.Module) or not (isinstance(state, Mapping) or callable(state)):
-        raise ConfigurationError(
-            f"'state' must be a mapping, or a function that returns one (got {type(state).__name__}); pass the live "
-            "state dict, for example {'model': model.state_dict()}"
-        )
+    check_local_checkpoints(local)

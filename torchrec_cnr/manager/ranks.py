@@ -155,12 +155,24 @@ class RunRanks:
 
         return answer
 
-    def refuse_different(self, arguments: Mapping[str, object]) -> None:
-        """Compare the arguments by which each rank decides by itself whether to join a collective.
+    def refuse_different(self, arguments: Mapping[str, object], at_failure: Callable[[], None]) -> None:
+        """Compare the arguments by which each rank decides by itself whether to save, wait or retry.
+
+        Args:
+            arguments: The arguments of this rank, by name.
+            at_failure: Called before an error is raised, when these ranks are closed.
 
         Raises:
             ConfigurationError: An argument differs between ranks. It is raised on all ranks.
         """
+        try:
+            self._refuse_different(arguments)
+        except BaseException:
+            self.close()
+            at_failure()
+            raise
+
+    def _refuse_different(self, arguments: Mapping[str, object]) -> None:
         arguments_by_rank = self._gathered(dict(arguments))
         for name, value in arguments_by_rank[0].items():
             for rank, other_arguments in enumerate(arguments_by_rank):

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer, SparseAdam
 
+from torchrec_cnr.arguments import check_count, check_type
 from torchrec_cnr.errors import (
     CheckpointNotFoundError,
     CNRError,
@@ -38,6 +39,7 @@ from torchrec_cnr.tracking.tracked_tables import TrackedRows
 logger = logging.getLogger(__name__)
 
 NAME = re.compile(r"step-(\d{1,18})(?:-\d{1,9})?")
+MAX_STEP = 10**18 - 1  # a directory name has at most 18 digits
 _NUM_NAMED = 10  # steps that a message lists
 
 
@@ -187,6 +189,43 @@ def _zero_grad(parameter: Tensor, is_sparse: bool) -> Tensor:
     # Not check_invariants=False, of which PyTorch 2.11 warns.
     with torch.sparse.check_sparse_tensor_invariants(enable=False):
         return torch.sparse_coo_tensor(numbers, values, parameter.shape)
+
+
+def check_state(state: object) -> None:
+    """Check what a caller passes as the state of a save or a restore.
+
+    Raises:
+        ConfigurationError: It is neither a mapping nor a function.
+    """
+    if isinstance(state, torch.nn.Module) or not (isinstance(state, Mapping) or callable(state)):
+        raise ConfigurationError(
+            f"'state' must be a mapping, or a function that returns one (got {type(state).__name__}); pass the live "
+            "state dict, for example {'model': model.state_dict()}"
+        )
+
+
+def check_choice(step: object, path: object) -> None:
+    """Check how a caller names the checkpoint to restore.
+
+    Raises:
+        ConfigurationError: ``step`` is not a step, or ``path`` names a checkpoint, too.
+    """
+    if step is not None:
+        check_count("step", step, 0, MAX_STEP)
+        if path is not None:
+            raise ConfigurationError("'step' and 'path' both name a checkpoint; pass only one of them")
+
+
+def target_of(state: Any) -> dict[str, Any]:
+    """Return the dict that a restore loads into: the state, or what the function returns.
+
+    Raises:
+        ConfigurationError: It is not a dict.
+    """
+    target = state() if callable(state) else state
+    check_type("state", target, dict, "a dict to load into")
+    assert isinstance(target, dict)
+    return target
 
 
 def _candidates(root: str | os.PathLike[str], group: dist.ProcessGroup | None, row_log: RowLog | None) -> Iterator[str]:

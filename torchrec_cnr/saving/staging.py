@@ -253,7 +253,12 @@ class StagingOptions:
     transforms: Mapping[ShardKey, RowTransform]
 
 
-def stage(state_dict: Mapping[str, Any], options: StagingOptions, buffers: StagingBuffers) -> dict[str, Any]:
+def stage(
+    state_dict: Mapping[str, Any],
+    options: StagingOptions,
+    buffers: StagingBuffers,
+    tracker: TrackedRows | None = None,
+) -> dict[str, Any]:
     """Wait for previous saves, take a snapshot, and copy what an asynchronous save will store.
 
     If this fails, the save raises the error during planning. An error raised here would leave the other ranks waiting.
@@ -267,7 +272,7 @@ def stage(state_dict: Mapping[str, Any], options: StagingOptions, buffers: Stagi
         live, paths = flatten_state_dict(dict(state_dict))
         # A tensor made in inference mode could not be changed outside of it.
         with record_function("torchrec_cnr.stage"), torch.inference_mode(False):
-            values = _staged(live, staged_save, options, buffers)
+            values = _staged(live, staged_save, options, buffers, tracker)
         return {**unflatten_state_dict(values, paths), STAGED: staged_save}
     except Exception as error:  # noqa: BLE001 - raised by the save, on all ranks
         staged_save.failure = error.with_traceback(None)  # a traceback would keep the copies alive
@@ -275,10 +280,14 @@ def stage(state_dict: Mapping[str, Any], options: StagingOptions, buffers: Stagi
 
 
 def _staged(
-    live: Mapping[str, Any], staged_save: StagedSave, options: StagingOptions, buffers: StagingBuffers
+    live: Mapping[str, Any],
+    staged_save: StagedSave,
+    options: StagingOptions,
+    buffers: StagingBuffers,
+    tracker: TrackedRows | None,
 ) -> dict[str, Any]:
     """Return the flattened values that are saved instead of the live ones."""
-    tracker = _tracker_of(live)
+    tracker = _tracker_of(live) if tracker is None else tracker
     if tracker is None or not isinstance(tracker.saves, Cuts):
         wait_for_devices(live.values())
         return {fqn: copied(value) for fqn, value in live.items()}
@@ -396,7 +405,8 @@ def _tracker_of(live: Mapping[str, Any]) -> TrackedRows | None:
     if len(planned_trackers) > 1:
         raise ConfigurationError(
             f"{len(planned_trackers)} trackers that have a planner track tables of this state dict, and dcp.async_save "
-            "does not say which of them to use: close the others, or track all tables by one"
+            "does not say which of them to use: close the others, track all tables by one, or pass "
+            "CNRStorageWriter(tracker=...)"
         )
     for tracker in () if planned_trackers else trackers.planned():
         tracker.check_model()

@@ -72,6 +72,7 @@ from torchrec_cnr.storage.pack_writer import PACK_BYTES, check_pack_bytes, check
 from torchrec_cnr.storage.row_log import RowLog, check_row_log
 from torchrec_cnr.storage.store import Store
 from torchrec_cnr.throttling import Bandwidth, check_cpu_share
+from torchrec_cnr.tracking.tracked_tables import TrackedRows, check_tracker
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +109,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         max_bytes_per_sec: Bytes per second that each rank writes at most, as an average over data files.
         local: A directory of this host, or ``LocalCopies``: the data files that this rank writes are kept there, too.
             Restores on this host then need not read them from the store.
+        tracker: The tracker whose rows asynchronous saves copy. It is needed only if several trackers track the tables.
         row_log: Kafka topic for the rows of deltas and for commit records (``KafkaRows``). By default, both are files.
         overwrite: Only False is accepted: an existing checkpoint is never overwritten.
         progress: Function that this rank calls with the number of shards and objects written, and their total.
@@ -137,6 +139,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         timeout_secs: float = TIMEOUT_SECS,
         max_bytes_per_sec: float | None = None,
         local: str | os.PathLike[str] | LocalCopies | None = None,
+        tracker: TrackedRows | None = None,
         row_log: RowLog | None = None,
         overwrite: bool = False,
         progress: Progress | None = None,
@@ -154,6 +157,9 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         check_secs("timeout_secs", timeout_secs)
         check_callable("progress", progress)
         check_row_log(row_log)
+        if tracker is not None:
+            check_tracker(tracker)
+        self._tracker = tracker
         self._cpu_share = cpu_share
         self._pack_bytes = pack_bytes
         self._progress = progress
@@ -183,7 +189,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
 
         If this fails, the save fails later, on all ranks. An error raised here would leave the other ranks waiting.
         """
-        staged_state = stage(state_dict, self._staging, self._buffers)
+        staged_state = stage(state_dict, self._staging, self._buffers, self._tracker)
         self._threads.staged = staged_state[STAGED]
         return staged_state
 
@@ -212,7 +218,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for another process. There, the copy writes what was staged here, without ``progress``."""
-        return {**self.__dict__, "_progress": None, "_buffers": None, "_threads": None}
+        return {**self.__dict__, "_progress": None, "_buffers": None, "_threads": None, "_tracker": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

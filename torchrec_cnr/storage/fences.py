@@ -188,8 +188,11 @@ def restored_from(checkpoint: Store) -> None:
     _job.fence(checkpoint.at(".."), is_new=True)
 
 
-def claim(root: Store) -> None:
+def claim(root: Store) -> int:
     """Claim a root before this process continues from its latest checkpoint, so that saves of other jobs fail.
+
+    Returns:
+        The number of the highest fence before.
 
     Raises:
         FencedError: Another job has claimed the root at the same moment.
@@ -197,7 +200,23 @@ def claim(root: Store) -> None:
     """
     root.make()
     with _turn(root):  # if two threads do this, the later one creates a fence after that of the first
-        _job.fence(root, is_new=True).create()
+        fence = _job.fence(root, is_new=True)
+        fence.create()
+        return fence.seen
+
+
+def owner_of(root: Store, number: int) -> str | None:
+    """Return the content of a fence, which identifies a job; None for the number 0.
+
+    Raises:
+        StoreError: The root cannot be read.
+    """
+    return _read(root, number).decode(errors="replace") if number else None
+
+
+def own_owner() -> str:
+    """Return the content of the fences of this process's job."""
+    return _job.owner.decode()
 
 
 def own_fences() -> JobFences:

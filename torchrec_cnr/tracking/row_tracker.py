@@ -79,8 +79,32 @@ class RowTracker(TrackedRows):
     @_OUTSIDE_INFERENCE
     def __init__(self, model: nn.Module, *, verify_untracked: bool = False) -> None:
         self._is_closed = False
+        self._model, self._forks = model, list[RowTracker]()
         self._tables = _Tables.of(model, verify_untracked)
         super().__init__(self._tables.shards, self._tables.id_map_modules)
+
+    def fork(self) -> "RowTracker":
+        """Return a second tracker of the same model, whose saves go to another root.
+
+        Training marks rows in both, and each knows which of them its own checkpoints lack. ``mark``, ``mark_all``,
+        ``forget``, ``rebind`` and ``close`` of this tracker apply to the fork, too. An asynchronous save with either
+        needs ``CNRStorageWriter(tracker=...)``.
+
+        Raises:
+            ConfigurationError: The tracker was closed.
+
+        Examples:
+            >>> fork = tracker.fork()
+            >>> train()
+            >>> fork.num_modified
+            100
+            >>> fork.close()
+        """
+        if self._is_closed:
+            raise ConfigurationError("the tracker was closed: make a new one")
+        fork = RowTracker(self._model, verify_untracked=self._tables.verifies_untracked)
+        self._forks.append(fork)
+        return fork
 
     @_OUTSIDE_INFERENCE
     def rebind(self, model: nn.Module) -> None:
@@ -106,6 +130,13 @@ class RowTracker(TrackedRows):
         self._tables.hooks.remove()
         self._tables, self.shards, self.id_map_modules = tables, tuple(tables.shards), tuple(tables.id_map_modules)
         self.head = self.pending = None
+        self._model = model
+        for fork in self._open_forks():
+            fork.rebind(model)
+
+    def _open_forks(self) -> "list[RowTracker]":
+        self._forks = [fork for fork in self._forks if not fork._is_closed]
+        return self._forks
 
     def check_model(self) -> None:
         """Check that the model's tables are those that are tracked.
@@ -166,6 +197,8 @@ class RowTracker(TrackedRows):
             for shard in self.shards:
                 if shard.shares_storage(named_shard):
                     shard.accept_writes()
+        for fork in self._open_forks():
+            fork.mark(table, rows)
 
     def mark_all(self, table: str | None = None) -> None:
         """Mark every row, of one table or of all.
@@ -175,6 +208,8 @@ class RowTracker(TrackedRows):
         """
         for shard in self.shards if table is None else self._named(table):
             shard.rows.mark_all()
+        for fork in self._open_forks():
+            fork.mark_all(table)
 
     @_OUTSIDE_INFERENCE
     def freeze(self) -> None:
@@ -215,6 +250,8 @@ class RowTracker(TrackedRows):
         self._flush()
         for kernel in self._tables.device_caches:
             kernel.reset_cache_states()
+        for fork in self._open_forks():
+            fork.forget()
 
     def _flush(self) -> None:
         """Write rows in device caches back to the tables in host memory. Their modifications are already marked."""
@@ -248,6 +285,8 @@ class RowTracker(TrackedRows):
 
     def close(self) -> None:
         """Remove all hooks. From now on nothing is marked, and saves with this tracker fail."""
+        for fork in self._open_forks():
+            fork.close()
         self._is_closed = True
         self.saves = None
         self._tables.hooks.remove()

@@ -240,6 +240,10 @@ class TrackedRows:
         buffers = (buffer for module in self.id_map_modules for buffer in module.buffers)
         return [*(shard.rows for shard in self.shards), *(buffer.rows for buffer in buffers)]
 
+    def fork(self) -> "TrackedRows":
+        """Return a second tracker of the same tables; see ``RowTracker.fork``."""
+        raise ConfigurationError(f"a {type(self).__name__} has no model that a second tracker could track")
+
     def check_model(self) -> None:
         """Check that the shards are still those of the model's tables; the planner calls this before a save."""
 
