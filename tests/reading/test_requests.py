@@ -34,12 +34,13 @@ def _pack_reads(root: Path) -> Counter[str]:
         return Counter(path for path in paths if path.endswith(".safetensors"))
 
 
-def test_small_deltas_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With few requests for each data file. Larger codes are read later, when it is known which of them matter."""
-    few = _pack_reads(tmp_path / "small").total()
-    monkeypatch.setattr(plan, "_SMALL_BYTES", 0)
-    many = _pack_reads(tmp_path / "large").total()
-    assert few <= many - (NUM_LINKS - 1)
+@pytest.mark.parametrize("small_bytes", [plan._SMALL_BYTES, 0])
+def test_few_requests_read_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_bytes: int) -> None:
+    """One for the row numbers and one for the rows of each data file, none for headers of which little is wanted."""
+    monkeypatch.setattr(plan, "_SMALL_BYTES", small_bytes)
+    reads = _pack_reads(tmp_path)
+    assert len(reads) == NUM_LINKS
+    assert max(reads.values()) <= 2
 
 
 def _manifest_threads(root: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:

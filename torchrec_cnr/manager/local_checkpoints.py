@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 from fsspec.implementations.local import LocalFileSystem
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torchrec_cnr.arguments import check_count, check_secs
+from torchrec_cnr.arguments import check_callable, check_count, check_secs
 from torchrec_cnr.errors import CNRError, ConfigurationError, DamagedError, FencedError, SaveError, StoreError
 from torchrec_cnr.lineage.latest import newest_first, refuse_file
 from torchrec_cnr.loading.load_report import LoadReport
@@ -58,6 +58,7 @@ class LocalCheckpoints:
         every_secs: Save this many seconds after the last local checkpoint. With neither, every step is saved.
         quantization: How rows are stored. By default, exactly, so that training continues bit for bit.
         keep: Which local checkpoints are kept.
+        on_saved: Called on every rank with each committed local checkpoint. The manager's own is not.
 
     Raises:
         ConfigurationError: An attribute is invalid; the manager raises it, too, if ranks do not share the directory.
@@ -73,6 +74,7 @@ class LocalCheckpoints:
     every_secs: float | None = None
     quantization: Quantization | Mapping[str, Quantization] | None = None
     keep: Keep = field(default_factory=lambda: Keep(last=2))
+    on_saved: Callable[[Saved], None] | None = None
 
     def __post_init__(self) -> None:
         name = checked_url(self.path)
@@ -83,6 +85,7 @@ class LocalCheckpoints:
         if self.every_secs is not None:
             check_secs("every_secs", self.every_secs)
         check_keep(self.keep)
+        check_callable("on_saved", self.on_saved)
 
     def root_of(self, durable_root: str) -> Path:
         """Return the root of the local checkpoints of a run, which has its durable ones at this URL."""
@@ -179,6 +182,7 @@ class LocalRun:
                 every_steps=given.every_steps,
                 every_secs=given.every_secs,
                 keep=given.keep,
+                on_saved=given.on_saved,
                 background=replace(background, when_busy="skip", max_bytes_per_sec=None),
             )
 

@@ -4,7 +4,7 @@ A blob is returned only after its digest was checked. Digests are computed piece
 is larger than a processor's cache, so a second pass over it would take longer.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +21,8 @@ _SPAN_BYTES = 16 << 20
 _SPAN_GAP_BYTES = 256 << 10
 _GAP_DIVISOR = 8  # the gaps of a span may have this fraction of its wanted bytes: one eighth
 _FREE_GAP_BYTES = 4 << 10
+# A header is checked if at least a half of the pack's blobs is wanted, or 16 times as many bytes as the header has.
+_MOST_PART, _HEADER_PART = 2, 16
 
 Prepare = Callable[[str, Bytes], Bytes]
 
@@ -210,7 +212,8 @@ def _read_log(store: Store, pack: Pack, span: Span) -> Bytes:
 class PackReader:
     """Reads blobs of one checkpoint, and checks the header of each pack when it first reads from that pack.
 
-    A load does not need the safetensors headers, but other readers of packs do.
+    A load does not need the safetensors headers, but other readers of packs do. So a header is left out if a small part
+    of a pack is wanted, such as a few rows of one table, of which the header would be a large part.
     """
 
     def __init__(self, store: Store, packs: Sequence[Pack], thread_count: int) -> None:
@@ -229,7 +232,10 @@ class PackReader:
         keep that variable alive.
         """
         blobs_by_turn = [list(turn) for turn in turns]
-        touched_packs = {blob.pack for turn in blobs_by_turn for _, blob in turn} - self._checked
+        wanted_bytes = Counter[int]()
+        for blob in (blob for turn in blobs_by_turn for _, blob in turn if blob.pack not in self._checked):
+            wanted_bytes[blob.pack] += blob.num_bytes
+        touched_packs = {index for index, num_bytes in wanted_bytes.items() if self._is_worth_check(index, num_bytes)}
         headers = {f"header of {_path(self._packs[index])}": self._header(index) for index in touched_packs}
         blobs_by_turn[:1] = [[*headers.items(), *blobs_by_turn[0]]] if blobs_by_turn else []
 
@@ -246,6 +252,11 @@ class PackReader:
         """Return a sort key: packs in files by index, then packs in logs by their position in the log."""
         log = self._packs[span.pack].log
         return (0, "", 0, span.pack) if log is None else (1, log.topic, log.partition, log.first)
+
+    def _is_worth_check(self, index: int, wanted_bytes: int) -> bool:
+        pack = self._packs[index]
+        is_most = _MOST_PART * wanted_bytes >= pack.num_bytes - pack.header_bytes
+        return is_most or _HEADER_PART * pack.header_bytes <= wanted_bytes
 
     def _header(self, index: int) -> Blob:
         pack = self._packs[index]
