@@ -4,7 +4,7 @@
 - ``async_``: stalls, rate and memory of asynchronous saves.
 - ``bytes``: size of a delta on disk.
 - ``cost``: time and bytes of a delta by the share of rows modified.
-- ``every_second``: an hour of training with a save every second.
+- ``every_second``: an hour of training with a local checkpoint every second.
 - ``growth``: the stall of an asynchronous save as tables grow.
 - ``headline``: the figures of the README, exact rows and 4 bits against plain DCP.
 - ``memory``: peak memory of saves and loads.

@@ -1,4 +1,4 @@
-"""The example's training on several gloo ranks with a save every second, to be started by torchrun.
+"""The example's training on several gloo ranks with a local checkpoint every second, to be started by torchrun.
 
 Blocks of training without saves and with them alternate. Rank 0 prints the results as JSON.
 """
@@ -24,7 +24,7 @@ from benchmarks.support.process_memory import resident_mib
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 BATCH_SIZE, DIM, SEED = 4096, 32, 1
-KEPT = 10
+DURABLE_SECS = 60.0
 TIMEOUT = timedelta(seconds=300)
 
 
@@ -35,26 +35,47 @@ class Block:
     Attributes:
         rate_without: Steps per second without saves.
         rate: Steps per second with saves.
-        num_saves: Number of checkpoints that were committed.
-        save_secs: Median seconds of a save, in the background.
-        stall_secs: Median seconds for which training waited.
-        latest_secs: Seconds to find the newest checkpoint.
-        list_secs: Seconds to list all checkpoints, as ``cnr ls`` does.
+        num_saves: Number of local checkpoints that were committed.
+        num_durable: Number of durable ones.
+        save_secs: Median seconds of a local save, in the background.
+        stall_secs: Median seconds for which training waited for one.
+        latest_secs: Seconds to find the newest local checkpoint.
+        list_secs: Seconds to list all local checkpoints, as ``cnr ls`` does.
         memory_mib: Resident memory of the rank with most of it.
-        written_bytes: Bytes of the checkpoints that were committed.
-        root_bytes: Bytes of all files under the root.
+        num_rows: Rows of the local checkpoints, of all deltas.
+        num_durable_rows: Rows of the durable ones, of all deltas.
+        local_bytes: Bytes of all files under the local root.
+        durable_bytes: Bytes of all files under the durable one.
     """
 
     rate_without: float
     rate: float
     num_saves: int
+    num_durable: int
     save_secs: float
     stall_secs: float
     latest_secs: float
     list_secs: float
     memory_mib: float
-    written_bytes: int
-    root_bytes: int
+    num_rows: int
+    num_durable_rows: int
+    local_bytes: int
+    durable_bytes: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of the state, and of a restore.
+
+    Attributes:
+        full: A full checkpoint as the durable ones store rows.
+        full_exact: One as the local ones do.
+        restored: What a restore of the newest durable checkpoint reads, without manifests, on all ranks.
+    """
+
+    full: int
+    full_exact: int
+    restored: int
 
 
 def main() -> None:
@@ -73,15 +94,15 @@ def main() -> None:
     job.train(options.secs_without, saves=False)  # compiles, and fills caches
     job.train(min(5.0, options.secs), saves=True)
     blocks = [asdict(job.block(options.secs_without, options.secs)) for _ in range(options.blocks)]
-    full_bytes = job.close()
+    sizes = job.close()
     if dist.get_rank() == 0:
-        print(json.dumps({"blocks": blocks, "full_bytes": full_bytes}), flush=True)
+        print(json.dumps({"blocks": blocks, "sizes": asdict(sizes)}), flush=True)
     dist.destroy_process_group()
     os._exit(0)  # DDP keeps gloo's threads alive, which could abort the process while Python shuts down
 
 
 class _Job:
-    """The example's model, its clicks, and a manager that saves every second.
+    """The example's model, its clicks, and a manager that saves to a local root every second.
 
     Args:
         root: The folder of the checkpoints.
@@ -98,16 +119,19 @@ class _Job:
         self._trainer = build_trainer(stream, num_rows, DIM, "row", SEED)
         self._batches = self._rank_batches(stream)
         self._step = 0
-        self._saved: list[cnr.Saved] = []
+        self._saved, self._durable = list[cnr.Saved](), list[cnr.Saved]()
+        local = cnr.LocalCheckpoints(root.with_name("local"), every_secs=1, on_saved=self._saved.append)
+        self._local_root = local.root_of(str(root))
         self._tracker = cnr.RowTracker(self._trainer.model)
         self._manager = cnr.CheckpointManager(
             root,
             self._tracker,
             quantization=cnr.AdaptiveAsymmetric(bits=4),
-            every_secs=1,
-            keep=cnr.Keep(last=KEPT),
-            on_saved=self._saved.append,
+            every_secs=DURABLE_SECS,
+            local_checkpoints=local,
+            on_saved=self._durable.append,
         )
+        self._manager.restore(self._state())
 
     def _rank_batches(self, stream: Any) -> Iterator[Any]:
         from samples import global_batches, rank_share  # noqa: PLC0415
@@ -138,38 +162,51 @@ class _Job:
         """Train without saves and then with them."""
         rate_without = self.train(secs_without, saves=False)
         self._saved.clear()
+        self._durable.clear()
         rate = self.train(secs, saves=True)
         memory = torch.tensor(resident_mib())
         dist.all_reduce(memory, dist.ReduceOp.MAX)
-        saved = list(self._saved)
+        saved, durable = list(self._saved), list(self._durable)
         began = time.monotonic()
-        cnr.latest(self._root)
+        cnr.latest(self._local_root)
         latest_secs, began = time.monotonic() - began, time.monotonic()
-        cnr.list_checkpoints(self._root)
+        cnr.list_checkpoints(self._local_root)
         list_secs = time.monotonic() - began
         dist.barrier()
         return Block(
             rate_without,
             rate,
             len(saved),
+            len(durable),
             statistics.median(each.secs for each in saved),
             statistics.median(each.stall_secs for each in saved),
             latest_secs,
             list_secs,
             float(memory),
-            sum(each.num_bytes for each in saved),
+            sum(each.num_rows for each in saved if each.kind == "delta"),
+            sum(each.num_rows for each in durable if each.kind == "delta"),
+            num_bytes(self._local_root),
             num_bytes(self._root),
         )
 
-    def close(self) -> int:
-        """End the job, and return the bytes of a checkpoint of all rows with the same scheme."""
+    def close(self) -> Sizes:
+        """End the job, and measure a restore and full checkpoints."""
         self._manager.close()
         self._tracker.close()
-        writer = cnr.CNRStorageWriter(self._root.with_name("full"), quantization=cnr.AdaptiveAsymmetric(bits=4))
+        copies = cnr.LocalCopies(self._root.with_name(f"copies-{dist.get_rank()}"))
+        cnr.restore_newest(self._root, self._state(), local=copies)
+        restored = torch.tensor(copies.num_store_bytes)
+        dist.all_reduce(restored)
+        full, full_exact = (self._full_bytes(bits) for bits in (4, None))
+        return Sizes(full, full_exact, int(restored))
+
+    def _full_bytes(self, bits: int | None) -> int:
+        path = self._root.with_name(f"full-{bits}")
+        writer = cnr.CNRStorageWriter(path, quantization=None if bits is None else cnr.AdaptiveAsymmetric(bits))
         torch.distributed.checkpoint.save(  # type: ignore[attr-defined]  # torch does not mark it as exported
             self._state(), storage_writer=writer, planner=cnr.CNRSavePlanner()
         )
-        return num_bytes(self._root.with_name("full"))
+        return num_bytes(path)
 
 
 if __name__ == "__main__":
