@@ -45,6 +45,7 @@ SLOW = (
     "growth",
     "every-second",
     "local-copies",
+    "kills",
     "tracker",
     "gpu-marking",
     "headline",
