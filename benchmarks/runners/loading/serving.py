@@ -26,6 +26,7 @@ SCHEME = cnr.AdaptiveAsymmetric(4)
 SHARE = 0.1  # share of rows in each delta
 FULL, QUICK = TableSizes(1, 1_000_000, 64), TableSizes(1, 2_000, 64)
 NUM_ROUNDS, NUM_QUICK_ROUNDS = 15, 2
+NUM_SECONDS, NUM_QUICK_SECONDS = 120, 3
 NUM_LOOKED_UP = 1_000  # rows per lookup
 PAUSE_SECS = 0.001  # between two lookups
 LIMIT_SECS = 60.0
@@ -108,7 +109,42 @@ def run(setup: Setup) -> Report:
         if bootstrap is not None:
             rows = KafkaRows(bootstrap, f"benchmark-{uuid.uuid4().hex}")
             followed["Kafka"] = _follow(setup, sizes, setup.folder / "kafka", rows)
-    return _report(sizes, followed)
+        lags = _follow_every_second(setup, sizes, setup.folder / "seconds")
+    return _report(sizes, followed, lags)
+
+
+def _follow_every_second(setup: Setup, sizes: TableSizes, root: Path) -> list[float]:
+    """Save a delta every second. Return the seconds from the commit of each until lookups saw it, or a later one."""
+    num_seconds = NUM_QUICK_SECONDS if setup.quick else NUM_SECONDS
+    setup.say(f"following {num_seconds} deltas, one a second")
+    model, served = TableModel(sizes), quantized_tables(sizes)
+    planner = cnr.CNRSavePlanner(cnr.RowTracker(model.sharded), policy=cnr.Consecutive())
+    writer = cnr.CNRStorageWriter(root / "delta-0", quantization=SCHEME)
+    model.save(writer, planner)
+    lookups = Lookups(served, model.batch([torch.arange(0, sizes.num_rows, max(1, sizes.num_rows // NUM_LOOKED_UP))]))
+    applied: list[cnr.Applied] = []
+    with cnr.RowSubscriber(served, root, on_applied=applied.append), lookups.going_on():
+        began = time.monotonic()
+        for number in range(1, num_seconds + 1):
+            time.sleep(max(0.0, began + number - time.monotonic()))
+            model.modify(SHARE)
+            model.save(cnr.CNRStorageWriter(root / f"delta-{number}", quantization=SCHEME), planner)
+        deadline = time.monotonic() + LIMIT_SECS
+        while not applied or _number(applied[-1].path) < num_seconds:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the last delta was not applied within {LIMIT_SECS:.0f} s")
+            time.sleep(PAUSE_SECS)
+    committed = [cnr.read_checkpoint(root / f"delta-{number}").created_ns / 1e9 for number in range(num_seconds + 1)]
+    lags = []
+    for number in range(2, num_seconds + 1):  # the first delta warms up
+        update = next(each for each in applied if _number(each.path) >= number)
+        seen_at_secs = committed[_number(update.path)] + update.committed_to_applied_secs
+        lags.append(seen_at_secs - committed[number])
+    return lags
+
+
+def _number(path: str) -> int:
+    return int(path.rpartition("-")[2])
 
 
 def _follow(setup: Setup, sizes: TableSizes, root: Path, rows: KafkaRows | None) -> _Followed:
@@ -149,8 +185,10 @@ def quantized_tables(sizes: TableSizes) -> nn.Module:
     return nn.Sequential(EmbeddingBagCollection(tables, is_weighted=False, device=torch.device("cpu")))
 
 
-def _report(sizes: TableSizes, followed: Mapping[str, _Followed]) -> Report:
-    figures, cells = [], []
+def _report(sizes: TableSizes, followed: Mapping[str, _Followed], lags_of_seconds: list[float]) -> Report:
+    slow_secs = sorted(lags_of_seconds)[int(0.99 * (len(lags_of_seconds) - 1))]
+    what = f"lag behind {len(lags_of_seconds)} deltas, one a second, 99th percentile"
+    figures, cells = [Figure(what, slow_secs, "s", at_most=MAX_LAG_SECS)], []
     for place, found in followed.items():
         held_off = [1e3 * update.apply_secs for update in found.applied]
         what = f"commit of a delta in {place} to the first lookup of its rows"
