@@ -29,13 +29,16 @@ class _Process:
         self._enter()
         self.job = plain_job(7)
         self.tracker = cnr.RowTracker(self.job.model)
-        self.root, self.local = folder / "run", None if host is None else cnr.LocalCheckpoints(folder / host)
+        self.root, self.saved = folder / "run", list[cnr.Saved]()
+        on_saved = self.saved.append
+        self.local = None if host is None else cnr.LocalCheckpoints(folder / host, on_saved=on_saved)
         self.manager = cnr.CheckpointManager(
             self.root,
             self.tracker,
             every_steps=EVERY,
             background=cnr.Background(compacts=False),
             local_checkpoints=self.local,
+            on_saved=on_saved,
         )
         self.step = 0
 
@@ -56,13 +59,12 @@ class _Process:
     def train(self, to: int) -> list[tuple[str, str]]:
         """Train and save up to a step. Return where each checkpoint went, and its kind."""
         self._enter()
-        saved = []
+        self.saved.clear()
         for step in range(self.step + 1, to + 1):
             self.step = step
             train(self.job, step)
-            one = self.manager.save(self.step, state(self.job))
-            saved.append(("none", "none") if one is None else (_tier(one.path, self.root), one.kind))
-        return saved
+            self.manager.save(step, state(self.job))
+        return [(_tier(saved.path, self.root), saved.kind) for saved in self.saved]
 
     def has_state_of(self, step: int) -> bool:
         """Whether the job is where training without any restart would be after a step."""
@@ -99,7 +101,7 @@ def test_each_tier_has_a_baseline_and_deltas_of_its_own(start: Start) -> None:
     assert run.restore() is None
     local, durable = ("local", "delta"), ("durable", "delta")
     assert run.train(9) == [
-        ("local", "baseline"), local, local, ("durable", "baseline"), local, local, local, durable, local,
+        ("local", "baseline"), local, local, local, ("durable", "baseline"), *4 * [local], durable, local
     ]  # fmt: skip
     for root, step in ((run.root, 8), (run.local_root, 9)):
         job = plain_job(9)
@@ -119,7 +121,7 @@ def test_a_crash_loses_no_step_that_is_in_the_local_tier(start: Start) -> None:
     assert second.train(7) == [("local", "delta")]
     third = start()
     assert third.restore() == 7
-    assert [tier for tier, _ in third.train(9)] == ["durable", "local"]
+    assert third.train(9) == [("local", "delta"), ("durable", "baseline"), ("local", "delta")]
     elsewhere = start("other host")
     assert elsewhere.restore() == 8
     assert elsewhere.has_state_of(8)
@@ -196,18 +198,19 @@ def test_a_restore_by_name_abandons_local_checkpoints(start: Start) -> None:
 
 
 def test_a_newer_durable_checkpoint_is_restored(start: Start) -> None:
-    """The last one before a stop is durable."""
+    """Of two of one step, the local one is."""
     first = start()
     first.restore()
-    first.train(7)
-    train(first.job, 8)
-    shutil.rmtree(first.local_root / "step-7")
-    first.manager.save(8, state(first.job), force=True)
+    first.train(8)
     shutil.rmtree(first.local_root / "step-8")
     second = start()
     assert second.restore() == 8
     assert second.has_state_of(8)
     assert second.train(9) == [("local", "baseline")]
+    shutil.rmtree(second.root / "step-8")
+    third = start()
+    assert third.restore() == 9
+    assert third.has_state_of(9)
 
 
 @pytest.mark.parametrize("is_all", [False, True])
@@ -238,7 +241,7 @@ def test_a_local_disk_that_fails_stops_nothing(start: Start, caplog: pytest.LogC
     away = run.local_root.with_name("away")
     run.local_root.rename(away)
     run.local_root.write_text("no directory")
-    assert run.train(5) == [("none", "none"), ("durable", "baseline"), ("none", "none")]
+    assert run.train(5) == [("durable", "baseline")]
     assert "a local checkpoint was not saved" in caplog.text
     run.local_root.unlink()
     away.rename(run.local_root)
@@ -258,7 +261,7 @@ def test_abandoned_local_checkpoints_are_removed(start: Start) -> None:
     assert len(list(start().local_root.glob("step-*"))) <= 8
 
 
-@pytest.mark.parametrize("record", [b"", b"{", b"[1]", b'{"owners": 5}', b'{"owners": [5, null]}', b"\xff" * 100])
+@pytest.mark.parametrize("record", [b"", b"{", b"[1]", b'{"fences": 5}', b'{"fences": [5, null]}', b"\xff" * 100])
 def test_whatever_the_record_holds(start: Start, record: bytes) -> None:
     """A file that is damaged or not ours makes local checkpoints stale."""
     first = start()

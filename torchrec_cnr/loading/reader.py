@@ -184,10 +184,16 @@ class CNRStorageReader(StorageReader):
                     if isinstance(region, TensorRegion):
                         region.on_delta_rows = partial(planner.restore_rows, item)
             regions += own_regions
-        transforms = KnownTransforms()
+        num_tensors = len({item.storage_index.fqn for item in tensors})
+        fold_turn = partial(
+            fold,
+            thread_count=self._thread_count,
+            checks_headers=2 * num_tensors >= len(newest.manifest.tensors),
+            progress=self._progress,
+            transforms=KnownTransforms(),
+        )
         for turn in turns(regions):
-            plans = plan_fold(lineage, turn)
-            fold(plans, turn, self._thread_count, progress=self._progress, transforms=transforms)
+            fold_turn(plan_fold(lineage, turn), turn)
         unordered = sort_id_maps(getattr(planner, "state_dict", {}), [item.dest_index.fqn for item in tensors])
         for item, target in zip(tensors, targets, strict=True):
             planner.commit_tensor(item, target)

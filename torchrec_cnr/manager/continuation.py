@@ -39,21 +39,24 @@ class Continuation:
         row_log: The Kafka topic that contains the rows of deltas, if they are not in files.
         tracker: The tracker, whose head is that checkpoint.
         ranks: The ranks of the run; rank 0 does all I/O.
+
+    Attributes:
+        root: The root.
     """
 
     def __init__(self, root: str, row_log: RowLog | None, tracker: TrackedRows, ranks: RunRanks) -> None:
-        self._root = Store.open(root, row_log=row_log)
+        self.root = Store.open(root, row_log=row_log)
         self._tracker = tracker
         self._ranks = ranks
         self._lease = BaseLease()
         self._back_at: Return | None = None  # the checkpoint that was loaded by name, until the next save
-        names = names_behind_head(self._root, tracker.head) if ranks.rank == 0 else None
+        names = names_behind_head(self.root, tracker.head) if ranks.rank == 0 else None
         self._taken: frozenset[str] = ranks.decide(names)
 
     def path(self, step: int) -> str:
         """Return the path of the checkpoint of a step, under a name that no other checkpoint has."""
         names = (f"step-{step}" if number == 1 else f"step-{step}-{number}" for number in itertools.count(1))
-        return posixpath.join(self._root.url, next(name for name in names if name not in self._taken))
+        return posixpath.join(self.root.url, next(name for name in names if name not in self._taken))
 
     def is_committed(self, step: int, error: CheckpointException) -> bool:
         """Return whether a save was refused because the previous attempt, which seemed to fail, committed it."""
@@ -88,7 +91,7 @@ class Continuation:
 
     def _size_of(self, path: str) -> CommittedSize | CNRError:
         try:
-            checkpoint = read_checkpoint(replace(self._root, path=Store.open(path).path))
+            checkpoint = read_checkpoint(replace(self.root, path=Store.open(path).path))
         except CNRError as error:
             return error
         return CommittedSize.of(checkpoint.committed, checkpoint.manifest_bytes)
@@ -101,9 +104,9 @@ class Continuation:
         """
         head, is_first = self._tracker.head, self._ranks.rank == 0
         self._back_at = None if chosen is None or head is None else Return(chosen, head.created_ns)
-        if not self._ranks.decide(self._lease.take(self._root, head) if is_first else None):
+        if not self._ranks.decide(self._lease.take(self.root, head) if is_first else None):
             self._tracker.forget()
-        self._taken = self._ranks.decide(names_behind(self._root, step) if is_first else None)
+        self._taken = self._ranks.decide(names_behind(self.root, step) if is_first else None)
 
     def abandon_newer(self) -> None:
         """Mark newer checkpoints as abandoned, if an older one was loaded by name since the last save.
@@ -112,7 +115,7 @@ class Continuation:
             DamagedError, StoreError: As of :func:`abandon_newer`.
         """
         if self._back_at is not None:
-            self._ranks.decide(abandon_newer(self._root, self._back_at) if self._ranks.rank == 0 else None)
+            self._ranks.decide(abandon_newer(self.root, self._back_at) if self._ranks.rank == 0 else None)
             self._back_at = None
 
     def leave_all(self) -> None:
@@ -121,7 +124,7 @@ class Continuation:
         Raises:
             StoreError: The root cannot be read or written to.
         """
-        self._taken = self._ranks.decide(abandoned_names(self._root) if self._ranks.rank == 0 else None)
+        self._taken = self._ranks.decide(abandoned_names(self.root) if self._ranks.rank == 0 else None)
         self._tracker.forget()
         self.release()
 
@@ -131,7 +134,7 @@ class Continuation:
         paths = [] if head is None else [head.ref.path]
         if pending is not None and pending.place is not None:  # it may have been committed
             paths.append(pending.place[0])
-        if any(Store.open(path).at("..").url != self._root.url for path in paths):
+        if any(Store.open(path).at("..").url != self.root.url for path in paths):
             self._tracker.forget()
 
     def leave_corrupt(self, upkeep: Upkeep | None) -> None:

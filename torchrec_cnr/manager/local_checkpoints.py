@@ -10,24 +10,27 @@ import json
 import logging
 import os
 import posixpath
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from fsspec.implementations.local import LocalFileSystem
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchrec_cnr.arguments import check_callable, check_count, check_secs
-from torchrec_cnr.errors import CNRError, ConfigurationError, DamagedError, FencedError, SaveError, StoreError
+from torchrec_cnr.errors import CNRError, ConfigurationError, DamagedError, FencedError, StoreError
 from torchrec_cnr.lineage.latest import newest_first, refuse_file
 from torchrec_cnr.loading.load_report import LoadReport
 from torchrec_cnr.maintenance.pruning.retention import Keep, check_keep
 from torchrec_cnr.manager.background import Background
+from torchrec_cnr.manager.continuation import Continuation
 from torchrec_cnr.manager.ranks import RunRanks
-from torchrec_cnr.manager.restore import NAME
+from torchrec_cnr.manager.restore import NAME, claimed
 from torchrec_cnr.progress import Saved
 from torchrec_cnr.quantization import Quantization
 from torchrec_cnr.storage import fences
@@ -37,9 +40,10 @@ from torchrec_cnr.storage.urls import checked_url, protocol_of
 from torchrec_cnr.tracking.tracked_tables import TrackedRows
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _MAX_RECORD_BYTES = 1 << 16
+_MAX_STEPS = 1000  # from one failed attempt to begin to the next
+_OLD_SECS = 3600.0  # after which a temporary file belongs to no running process
 
 
 @dataclass(frozen=True)
@@ -87,10 +91,10 @@ class LocalCheckpoints:
         check_keep(self.keep)
         check_callable("on_saved", self.on_saved)
 
-    def root_of(self, durable_root: str) -> Path:
-        """Return the root of the local checkpoints of a run, which has its durable ones at this URL."""
+    def root_of(self, durable_root: str | os.PathLike[str]) -> Path:
+        """Return the root of the local checkpoints of a run that has its durable ones under ``durable_root``."""
         folder = Path(LocalFileSystem._strip_protocol(checked_url(self.path)))
-        return folder / f"cnr-local-{root_id(durable_root)}"
+        return folder / f"cnr-local-{root_id(Store.open(durable_root).url)}"
 
 
 def check_local_checkpoints(value: object) -> None:
@@ -135,58 +139,102 @@ class Manager(Protocol):
         ...
 
 
+class NoLocalRun:
+    """A run without local checkpoints.
+
+    Args:
+        root: The URL of the durable root.
+        ranks: The ranks of the run.
+    """
+
+    def __init__(self, root: str, ranks: RunRanks) -> None:
+        self._root = root
+        self._ranks = ranks
+
+    def save(self, step: int, state: Any) -> None:
+        """Save nothing."""
+
+    async_save = save
+
+    def wait(self) -> None:
+        """Wait for nothing."""
+
+    raise_failure = close = wait
+
+    def restored(self, state: dict[str, Any], is_newest: bool) -> tuple[None, None]:
+        """Claim the durable root.
+
+        Raises:
+            ConfigurationError, FencedError: See ``claimed``.
+        """
+        self._ranks.decide(claimed(self._root) if self._ranks.rank == 0 else None)
+        return None, None
+
+
 class LocalRun:
     """The local checkpoints of a run. All methods are collective.
 
     Args:
         root: The root of the local checkpoints.
-        durable_root: That of the durable ones.
+        continuation: The durable checkpoint from which the run continues.
+        tracker: The tracker of the local checkpoints, which is closed with them.
         ranks: The ranks of the run; rank 0 does all I/O besides saves and loads.
         make: Makes the manager of the local checkpoints.
 
     Attributes:
         manager: The manager of the local checkpoints.
+        failure: Why the last restore skipped all local checkpoints, if they cannot be read.
 
     Raises:
         ConfigurationError: Not all ranks see the directory.
     """
 
-    def __init__(self, root: Path, durable_root: Store, ranks: RunRanks, make: Callable[[Path], Manager]) -> None:
+    def __init__(
+        self,
+        root: Path,
+        continuation: Continuation,
+        tracker: TrackedRows,
+        ranks: RunRanks,
+        make: Callable[..., Manager],
+    ) -> None:
         self.root = root
-        self._durable_root = durable_root
+        self.failure: DamagedError | None = None
+        self._continuation = continuation
+        self._durable_root = continuation.root
+        self._tracker = tracker
         self._ranks = ranks
         self._record = _Record(root.with_name(f"{root.name}.json"))
         self._is_current = False  # whether what is in the root belongs to this process's run
+        self._try_at, self._num_steps = 0, 1  # the next step to try to begin at, and how many to wait after a failure
         self._refuse_separate()
-        self.manager = make(root)
+        self.manager = make(root, tracker)
 
     @classmethod
     def of(
         cls,
-        given: LocalCheckpoints | None,
-        durable_root: str,
+        given: LocalCheckpoints,
+        continuation: Continuation,
         tracker: TrackedRows,
         ranks: RunRanks,
         background: Background,
         make: Callable[..., Manager],
-    ) -> "LocalRun | None":
-        """Return the local checkpoints that a user has asked for, with a fork of the tracker; None for none."""
-        if given is None:
-            return None
-
-        def make_here(root: Path) -> Manager:
-            return make(
-                root,
-                tracker.fork(),
-                quantization=given.quantization,
-                every_steps=given.every_steps,
-                every_secs=given.every_secs,
-                keep=given.keep,
-                on_saved=given.on_saved,
-                background=replace(background, when_busy="skip", max_bytes_per_sec=None),
-            )
-
-        return cls(given.root_of(durable_root), Store.open(durable_root), ranks, make_here)
+    ) -> "LocalRun":
+        """Return the local checkpoints that a user has asked for, with a fork of the tracker."""
+        make_here = partial(
+            make,
+            quantization=given.quantization,
+            every_steps=given.every_steps,
+            every_secs=given.every_secs,
+            keep=given.keep,
+            background=replace(background, when_busy="skip", max_bytes_per_sec=None),
+            on_saved=given.on_saved,
+        )
+        fork = tracker.fork()
+        try:
+            return cls(given.root_of(continuation.root.url), continuation, fork, ranks, make_here)
+        except BaseException:
+            fork.close()
+            raise
 
     def _refuse_separate(self) -> None:
         """Raise an error if the ranks do not share the directory: each host would have a part of each checkpoint."""
@@ -200,122 +248,165 @@ class LocalRun:
                 "ranks share; copies of data files (local=...) may be in a directory of each host"
             )
 
-    def save(self, step: int, state: Any) -> Saved | None:
+    def save(self, step: int, state: Any) -> None:
         """Save a local checkpoint if one is due. A failure is logged."""
-        return self._trying(step, lambda: self.manager.save(step, state))
+        if self._has_begun(step):
+            self._trying(lambda: self.manager.save(step, state))
 
-    def async_save(self, step: int, state: Any) -> Future[Any] | None:
+    def async_save(self, step: int, state: Any) -> None:
         """Begin to save a local checkpoint if one is due. A failure is logged."""
-        return self._trying(step, lambda: self.manager.async_save(step, state))
+        if self._has_begun(step):
+            self._trying(lambda: self.manager.async_save(step, state))
 
-    def wait(self) -> Saved | None:
+    def wait(self) -> None:
         """Wait for the local checkpoint that was begun, if there is one. A failure is logged."""
-        return self._trying(None, lambda: self.manager.wait())
+        self._trying(self.manager.wait)
 
-    def _trying(self, step: int | None, action: Callable[[], T]) -> T | None:
+    def _has_begun(self, step: int) -> bool:
+        """Begin the local checkpoints of this run, if they have not begun. Return whether they have."""
+        if not self._is_current and step >= self._try_at:
+            self._trying(self._begin)
+            self._try_at, self._num_steps = step + self._num_steps, min(2 * self._num_steps, _MAX_STEPS)
+        return self._is_current
+
+    def _trying(self, action: Callable[[], object]) -> None:
         """Do something that may fail on all ranks, without effect on training and on durable checkpoints."""
         try:
-            if not self._is_current and step is not None:
-                self.leave_all()
-            return action()
-        except (CheckpointException, SaveError, StoreError) as error:
+            action()
+        except (CheckpointException, CNRError) as error:
             logger.warning("a local checkpoint was not saved, later ones have its rows: %s", error)
-            return None
 
-    def restored(self, state: dict[str, Any], is_newest: bool) -> int | None:
-        """Claim the durable root, and load the newest local checkpoint if it is newer than the newest durable one.
+    def _begin(self) -> None:
+        """Abandon what is in the root, since the run does not continue from it. The next checkpoint is a baseline."""
+        self._continuation.abandon_newer()  # a local checkpoint may be older than those, and would not be restored
+        own: str = self._ranks.decide(self._owned() if self._ranks.rank == 0 else None)
+        self.manager.abandon_all()
+        self._ranks.decide(self._recorded([own]) if self._ranks.rank == 0 else None)
+        self._is_current, self._num_steps = True, 1
+
+    def _owned(self) -> str | CNRError:
+        """Claim the local root, if the durable one is that of this job. Return the entry of its fence."""
+        try:
+            fence = fences.current(self._durable_root)
+            fence.claim()
+            fences.claim(Store.open(self.root))  # so that the saves of a job that was replaced fail, here too
+            return _entry(fence.number, fences.own_owner())
+        except CNRError as error:
+            return error
+
+    def _recorded(self, entries: list[str]) -> CNRError | None:
+        try:
+            self._record.write(entries)
+        except OSError as error:
+            return StoreError(f"{self.root}: cannot write beside it: {error}")
+        return None
+
+    def restored(self, state: dict[str, Any], is_newest: bool) -> tuple[int | None, LoadReport | None]:
+        """Claim the durable root, and load the newest local checkpoint, unless a durable one is newer.
 
         Args:
             state: The state as for ``dcp.load``.
             is_newest: Whether the caller wants the newest checkpoint, not one that it has named.
 
         Returns:
-            The step of the checkpoint that was loaded. None if a durable one must be loaded: the local ones are newer
-            in no way that counts, and were abandoned.
+            The step of the checkpoint that was loaded, and the report of the load; None if a durable one must be.
 
         Raises:
-            ConfigurationError, FencedError, StoreError: As for a claim without local checkpoints.
+            ConfigurationError, FencedError: As for a claim without local checkpoints.
+            CheckpointException: The load failed, but not because a checkpoint is corrupt.
         """
-        self._is_current = self._ranks.decide(self._claimed() if self._ranks.rank == 0 else None)
-        step = self._restored_newest(state) if self._is_current and is_newest else None
-        if step is None:
-            self._is_current = False
-            self._trying(0, lambda: None)
-        return step
+        self._is_current, self.failure, self._try_at, self._num_steps = False, None, 0, 1
+        if not self._ranks.decide(self._claimed(is_newest) if self._ranks.rank == 0 else None):
+            return None, None
+        roots = (Store.open(self.root), self._durable_root)
+        local_step, durable_step = self._ranks.decide([*map(_newest_step, roots)] if self._ranks.rank == 0 else None)
+        step = None
+        if local_step >= max(0, durable_step):
+            try:
+                step = self.manager.restore(state)
+            except DamagedError as error:
+                logger.warning("%s: no local checkpoint can be restored, trying the durable ones: %s", self.root, error)
+                self.failure = error
+        if step is not None and step >= durable_step:
+            self._is_current = True
+            return step, self.manager.report
+        if self._ranks.rank == 0:
+            self._disown()
+        return None, None
 
-    def _claimed(self) -> bool | CNRError:
-        root = self._durable_root
+    def _claimed(self, is_newest: bool) -> bool | CNRError:
+        """Claim the durable root, and return whether the local checkpoints may be restored."""
+        root, is_valid = self._durable_root, False
         try:
             refuse_file(root)
-            own = fences.own_owner()
-            last = fences.owner_of(root, fences.highest(root))
-            is_current = last is not None and last in self._record.read()
-            if is_current and last is not None:
-                self._record.write([last, own])  # valid if this process is killed before its claim, and after it
-            number = fences.claim(root)
-            return is_current and fences.owner_of(root, number) == last
+            number = fences.highest(root)
+            last = _entry(number, fences.owner_of(root, number))
+            is_valid = is_newest and number > 0 and last in self._record.read()
+            if is_valid:  # also if this process is killed after its claim, but before it has saved anything
+                is_valid = self._recorded([last, _entry(number + 1, fences.own_owner())]) is None
+            return fences.claim(root).seen == number and is_valid
         except (ConfigurationError, FencedError) as error:
             return error
         except StoreError as error:
             logger.warning("cannot claim the root: this job cannot save there, and another job still may: %s", error)
-            return False
-        except OSError as error:
-            logger.warning("%s: local checkpoints cannot be used: %s", self.root, error)
-            return False
+            return is_valid
 
-    def _restored_newest(self, state: dict[str, Any]) -> int | None:
-        roots = (Store.open(self.root), self._durable_root)
-        local_step, durable_step = self._ranks.decide([*map(_newest_step, roots)] if self._ranks.rank == 0 else None)
-        if local_step <= durable_step:
-            return None
+    def _disown(self) -> None:
+        """Make the local checkpoints stale, because the run continues from a durable one."""
+        if self._recorded([]) is None:
+            return
         try:
-            step = self.manager.restore(state)
-        except (DamagedError, CheckpointException) as error:
-            logger.warning("%s: no local checkpoint can be restored, trying the durable ones: %s", self.root, error)
-            return None
-        return step if step is not None and step > durable_step else None
+            fences.claim(self._durable_root)  # the record does not name this fence
+        except CNRError as error:
+            logger.warning("%s: cannot be marked as stale: %s", self.root, error)
 
-    def leave_all(self) -> None:
-        """Abandon all local checkpoints, because the run does not continue from them. The next one is a baseline."""
-        self.manager.abandon_all()
-        self._ranks.decide(self._own() if self._ranks.rank == 0 else None)
-        self._is_current = True
+    def raise_failure(self) -> None:
+        """Raise an error if there are local checkpoints that could not be restored, and there is no durable one.
 
-    def _own(self) -> CNRError | None:
-        try:
-            self._record.write([fences.own_owner()])
-        except OSError as error:
-            return StoreError(f"{self.root}: cannot write beside it: {error}")
-        return None
+        Raises:
+            DamagedError: There are.
+        """
+        if self.failure is not None:
+            raise self.failure
 
     def close(self) -> None:
-        """Wait for the local checkpoint that was begun, and end its manager."""
+        """Wait for the local checkpoint that was begun, and end its manager and its tracker."""
         self.wait()
         self.manager.close()
+        self._tracker.close()
+
+
+def _entry(number: int, owner: str | None) -> str:
+    """Return how a record names a fence. The number matters, since a process may continue a run several times."""
+    return f"{number}:{owner}"
 
 
 @dataclass(frozen=True)
 class _Record:
-    """The file that names the owners of the fences under which local checkpoints were written. It is untrusted."""
+    """The file that names the fences under which local checkpoints were written. It is untrusted."""
 
     path: Path
 
     def read(self) -> list[str]:
-        """Return the owners; none if the file is missing or not one of ours."""
+        """Return the fences; none if the file is missing or not one of ours."""
         try:
             with self.path.open("rb") as file:
-                owners = json.loads(file.read(_MAX_RECORD_BYTES))["owners"]
+                fences_there = json.loads(file.read(_MAX_RECORD_BYTES))["fences"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return []
-        return [owner for owner in owners if isinstance(owner, str)] if isinstance(owners, list) else []
+        return [each for each in fences_there if isinstance(each, str)] if isinstance(fences_there, list) else []
 
-    def write(self, owners: list[str]) -> None:
-        """Replace the owners."""
+    def write(self, entries: list[str]) -> None:
+        """Replace the fences.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         new_path = self.path.with_name(f"{self.path.name}.{uuid.uuid4().hex[:16]}.tmp")
         try:
             with new_path.open("w") as file:
-                json.dump({"owners": owners}, file)
+                json.dump({"fences": entries}, file)
                 file.flush()
                 os.fsync(file.fileno())
             new_path.replace(self.path)
@@ -324,10 +415,13 @@ class _Record:
 
 
 def _marker(root: Path) -> str | CNRError:
-    """Write a file beside a root, and return its name."""
+    """Write a file beside a root, and return its name. Remove those that killed processes have left."""
     name = f"{root.name}.{uuid.uuid4().hex[:16]}.tmp"
     try:
         root.parent.mkdir(parents=True, exist_ok=True)
+        for old in root.parent.glob(f"{root.name}.*.tmp"):
+            if time.time() - old.stat().st_mtime > _OLD_SECS:
+                old.unlink(missing_ok=True)
         (root.parent / name).touch()
     except OSError as error:
         return ConfigurationError(f"'local_checkpoints': cannot write to {root.parent}: {error}")

@@ -26,20 +26,11 @@ from torchrec_cnr.maintenance.pruning.retention import Keep, check_keep
 from torchrec_cnr.manager.background import Background, check_background
 from torchrec_cnr.manager.callbacks import Callbacks
 from torchrec_cnr.manager.continuation import Continuation
-from torchrec_cnr.manager.local_checkpoints import LocalCheckpoints, LocalRun, check_local_checkpoints
+from torchrec_cnr.manager.local_checkpoints import LocalCheckpoints, LocalRun, NoLocalRun, check_local_checkpoints
 from torchrec_cnr.manager.open_roots import open_roots
 from torchrec_cnr.manager.preemption import Preemption, StopAgreement, check_preemption
 from torchrec_cnr.manager.ranks import RunRanks
-from torchrec_cnr.manager.restore import (
-    MAX_STEP,
-    check_choice,
-    check_state,
-    claimed,
-    path_of_step,
-    restore_newest,
-    step_of,
-    target_of,
-)
+from torchrec_cnr.manager.restore import check_choice, check_state, path_of_step, restore_newest, step_of, target_of
 from torchrec_cnr.manager.schedule import Schedule
 from torchrec_cnr.manager.unused_copies import UnusedCopies
 from torchrec_cnr.policies import Compacted, OneShot, Policy, check_policy
@@ -150,7 +141,8 @@ class CheckpointManager:
             row_log=row_log,
             progress=partial(self._callbacks.progress, "save"),
         )
-        self._when_busy, self._num_retries, self._thread_count = background.when_busy, num_retries, thread_count
+        self._when_busy, self._num_retries = background.when_busy, num_retries
+        self._thread_count, self._timeout_secs = thread_count, timeout_secs
         open_roots.enter(self._root, self)
         self._ranks = RunRanks(timeout_secs)  # a collective, so after the checks of all arguments
         same: dict[str, object] = {"every_steps": every_steps, "every_secs": every_secs, "num_retries": num_retries}
@@ -163,8 +155,19 @@ class CheckpointManager:
             self._upkeep = Upkeep(self._root, keep, *what, row_log=row_log, copies=self._copies, progress=progress)
         self._continuation = Continuation(self._root, row_log, tracker, self._ranks)
         self._unused = UnusedCopies(self._copies, self._root)
-        make = partial(CheckpointManager, thread_count=thread_count, timeout_secs=timeout_secs)
-        self._local = LocalRun.of(local_checkpoints, self._root, tracker, self._ranks, background, make)
+        self._begin_local(local_checkpoints, background)
+
+    def _begin_local(self, given: LocalCheckpoints | None, background: Background) -> None:
+        """Make the manager of the local checkpoints, if there are any. If that fails, close this one."""
+        self._local: LocalRun | NoLocalRun = NoLocalRun(self._root, self._ranks)
+        if given is None:
+            return
+        make = partial(CheckpointManager, thread_count=self._thread_count, timeout_secs=self._timeout_secs)
+        try:
+            self._local = LocalRun.of(given, self._continuation, self._tracker, self._ranks, background, make)
+        except BaseException:
+            self.close()
+            raise
 
     def __repr__(self) -> str:
         head = self._tracker.head
@@ -189,13 +192,12 @@ class CheckpointManager:
         """
         self._check_save(step, state)
         must_stop = self._stop.reach()
-        saved = None if self._local is None else self._local.save(step, state)
-        return self._save_with_retries(step, state) if must_stop or force or self._due(step) else saved
+        self._local.save(step, state)
+        return self._save_with_retries(step, state) if must_stop or force or self._due(step) else None
 
     def _check_save(self, step: int, state: StateSource) -> None:
-        check_count("step", step, 0, MAX_STEP)
         self._ranks.check_open()
-        check_state(state)
+        check_state(state, step)
 
     def _save_with_retries(self, step: int, state: StateSource) -> Saved:
         self._wait_before_save(step)
@@ -238,13 +240,13 @@ class CheckpointManager:
             done = Future[Any]()
             done.set_result(self._save_with_retries(step, state))
             return done
-        local_future = None if self._local is None else self._local.async_save(step, state)
+        self._local.async_save(step, state)
         if not (force or self._due(step)):
-            return local_future
+            return None
         is_busy = self._in_flight is not None and not self._in_flight[-1].done()
         if self._when_busy != "wait" and self._ranks.any(is_busy):
             if self._when_busy == "skip":
-                return local_future
+                return None
             raise SaveError(f"step {step}: the previous save is still running; a later save includes all rows")
         began = time.monotonic()
         self._wait()
@@ -294,8 +296,8 @@ class CheckpointManager:
         Raises:
             CheckpointException, SaveError: That save failed. The next checkpoint includes the rows.
         """
-        local_saved = None if self._local is None else self._local.wait()
-        return self._wait() or local_saved
+        self._local.wait()
+        return self._wait()
 
     def _wait(self) -> Saved | None:
         """Wait for the background save of this root."""
@@ -337,7 +339,7 @@ class CheckpointManager:
 
         From this call on, only this job may save to the root, even if the load fails: the next save of any other job
         fails with ``FencedError``. If an older checkpoint was loaded by name, the next save marks the newer ones as
-        abandoned; with local checkpoints, this call does. :func:`latest`, restores, and ``Keep`` then skip them.
+        abandoned. :func:`latest`, restores, and the counts of ``Keep`` then skip them.
 
         Args:
             state: The state as for ``dcp.load``. Its entries that are not tensors are replaced. So pass the mapping
@@ -363,10 +365,9 @@ class CheckpointManager:
         target = target_of(state)
         root, chosen_path = Store.open(self._root, row_log=self._log), None if path is None else Store.open(path).url
         check_choice(step, path)
-        if self._local is None:
-            self._ranks.decide(claimed(self._root) if self._ranks.rank == 0 else None)
-        elif (local_step := self._local.restored(target, is_newest=step is None and path is None)) is not None:
-            self.report = self._local.manager.report
+        local_step, report = self._local.restored(target, is_newest=step is None and path is None)
+        if local_step is not None:
+            self.report = report
             self._continuation.restored(local_step, None)
             return local_step
         if step is not None:
@@ -383,12 +384,11 @@ class CheckpointManager:
             chosen=chosen_path,
         )
         if path_and_report is None:
+            self._local.raise_failure()
             return None
         loaded_path, self.report = path_and_report
         restored_step = step_of(loaded_path)
         self._continuation.restored(restored_step, chosen_path)
-        if self._local is not None:  # whose next checkpoint is older than those that are abandoned
-            self._continuation.abandon_newer()
         return restored_step
 
     def abandon_all(self) -> None:
@@ -417,8 +417,7 @@ class CheckpointManager:
         try:
             self.wait()
         finally:
-            if self._local is not None:
-                self._local.close()
+            self._local.close()
             self._stop.close()
             self._continuation.release()
             self._unused.close()

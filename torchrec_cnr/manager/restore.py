@@ -191,12 +191,13 @@ def _zero_grad(parameter: Tensor, is_sparse: bool) -> Tensor:
         return torch.sparse_coo_tensor(numbers, values, parameter.shape)
 
 
-def check_state(state: object) -> None:
-    """Check what a caller passes as the state of a save or a restore.
+def check_state(state: object, step: object = 0) -> None:
+    """Check what a caller passes as the state of a save or a restore, and as the step of a save.
 
     Raises:
-        ConfigurationError: It is neither a mapping nor a function.
+        ConfigurationError: The state is neither a mapping nor a function, or the step is no step.
     """
+    check_count("step", step, 0, MAX_STEP)
     if isinstance(state, torch.nn.Module) or not (isinstance(state, Mapping) or callable(state)):
         raise ConfigurationError(
             f"'state' must be a mapping, or a function that returns one (got {type(state).__name__}); pass the live "

@@ -15,6 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -45,6 +46,7 @@ class CheckpointRows:
         thread_count: Number of threads that read.
         transforms: The transforms that are known. Those of these rows are added.
         holds_codes: Whether to read early codes together with the row numbers, and hold them until they are used.
+        checks_headers: As for ``PackReader``.
 
     Raises:
         DamagedError: Bytes differ from those that were committed.
@@ -59,11 +61,12 @@ class CheckpointRows:
         transforms: KnownTransforms,
         *,
         holds_codes: bool,
+        checks_headers: bool,
     ) -> None:
         store, manifest = plan.checkpoint.store, plan.checkpoint.manifest
         self.plan = plan
         self._first_turn = first_turn
-        self._packs = PackReader(store, manifest.packs, thread_count)
+        self._packs = PackReader(store, manifest.packs, thread_count, checks_headers=checks_headers)
         early_blobs = [(key, block.blob) for key, block in plan.row_blocks.items() if block.blob is not None]
         transform_blobs = transforms.missing(plan.transformed)
         early_blobs += transform_blobs.items()
@@ -188,6 +191,7 @@ def fold(
     thread_count: int,
     *,
     are_complete: bool = True,
+    checks_headers: bool = True,
     progress: Progress | None = None,
     transforms: KnownTransforms | None = None,
 ) -> None:
@@ -198,6 +202,7 @@ def fold(
         regions: The regions that were planned for.
         thread_count: Number of threads that read.
         are_complete: Whether all rows must be found. Pass False to read a delta by itself.
+        checks_headers: Pass False if few of the rows are read; see ``PackReader``.
         progress: Called with the bytes of rows that were read, and their total.
         transforms: The transforms that earlier folds have read; this one adds its own. None if there are none.
 
@@ -211,8 +216,9 @@ def fold(
     for window in _windows(plans):
         transforms.limit(shard for plan in window for shard in plan.transformed.values())
         first_turns = itertools.accumulate((plan.num_turns for plan in window), initial=1)
+        make_rows = partial(CheckpointRows, holds_codes=len(window) > 1, checks_headers=checks_headers)
         checkpoints = [
-            CheckpointRows(plan, first_turn, thread_count, transforms, holds_codes=len(window) > 1)
+            make_rows(plan, first_turn, thread_count, transforms)
             for plan, first_turn in zip(window, first_turns, strict=False)
         ]
         latest_writer = LatestWriter(checkpoints)

@@ -44,6 +44,11 @@ class Fence:
     seen: int
     owner: bytes
 
+    @property
+    def number(self) -> int:
+        """The number of the job's own fence."""
+        return self.seen + 1
+
     def claim(self, listing: Listing | None = None) -> None:
         """Create this job's fence unless it exists already, and check that it is the highest.
 
@@ -188,11 +193,11 @@ def restored_from(checkpoint: Store) -> None:
     _job.fence(checkpoint.at(".."), is_new=True)
 
 
-def claim(root: Store) -> int:
+def claim(root: Store) -> Fence:
     """Claim a root before this process continues from its latest checkpoint, so that saves of other jobs fail.
 
     Returns:
-        The number of the highest fence before.
+        The fence that was created.
 
     Raises:
         FencedError: Another job has claimed the root at the same moment.
@@ -202,7 +207,16 @@ def claim(root: Store) -> int:
     with _turn(root):  # if two threads do this, the later one creates a fence after that of the first
         fence = _job.fence(root, is_new=True)
         fence.create()
-        return fence.seen
+        return fence
+
+
+def current(root: Store) -> Fence:
+    """Return the fence of this process's job in a root. It may not have been created yet.
+
+    Raises:
+        StoreError: The root cannot be read.
+    """
+    return _job.fence(root)
 
 
 def owner_of(root: Store, number: int) -> str | None:

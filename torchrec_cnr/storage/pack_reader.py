@@ -21,7 +21,7 @@ _SPAN_BYTES = 16 << 20
 _SPAN_GAP_BYTES = 256 << 10
 _GAP_DIVISOR = 8  # the gaps of a span may have this fraction of its wanted bytes: one eighth
 _FREE_GAP_BYTES = 4 << 10
-# A header is checked if at least a half of the pack's blobs is wanted, or 16 times as many bytes as the header has.
+# A header is always checked if at least a half of the pack's blobs is wanted, or 16 times the bytes of the header.
 _MOST_PART, _HEADER_PART = 2, 16
 
 Prepare = Callable[[str, Bytes], Bytes]
@@ -212,15 +212,23 @@ def _read_log(store: Store, pack: Pack, span: Span) -> Bytes:
 class PackReader:
     """Reads blobs of one checkpoint, and checks the header of each pack when it first reads from that pack.
 
-    A load does not need the safetensors headers, but other readers of packs do. So a header is left out if a small part
-    of a pack is wanted, such as a few rows of one table, of which the header would be a large part.
+    A load does not need the safetensors headers, but other readers of packs do.
+
+    Args:
+        store: The checkpoint.
+        packs: Its packs.
+        thread_count: Number of threads that read.
+        checks_headers: If False, headers are checked only of packs of which more than a small part is read: a header
+            would be a large part of what a load of a few rows reads.
     """
 
-    def __init__(self, store: Store, packs: Sequence[Pack], thread_count: int) -> None:
+    def __init__(self, store: Store, packs: Sequence[Pack], thread_count: int, *, checks_headers: bool = True) -> None:
+        self._checks_headers = checks_headers
         self._store = store
         self._packs = packs
         self._thread_count = thread_count
         self._checked: set[int] = set()
+        self._wanted_bytes = Counter[int]()
 
     def read(
         self, *turns: Iterable[tuple[str, Blob]], prepare: Prepare = unprepared
@@ -232,10 +240,9 @@ class PackReader:
         keep that variable alive.
         """
         blobs_by_turn = [list(turn) for turn in turns]
-        wanted_bytes = Counter[int]()
-        for blob in (blob for turn in blobs_by_turn for _, blob in turn if blob.pack not in self._checked):
-            wanted_bytes[blob.pack] += blob.num_bytes
-        touched_packs = {index for index, num_bytes in wanted_bytes.items() if self._is_worth_check(index, num_bytes)}
+        for blob in (blob for turn in blobs_by_turn for _, blob in turn):
+            self._wanted_bytes[blob.pack] += blob.num_bytes
+        touched_packs = {index for index in self._wanted_bytes if self._is_header_due(index)}
         headers = {f"header of {_path(self._packs[index])}": self._header(index) for index in touched_packs}
         blobs_by_turn[:1] = [[*headers.items(), *blobs_by_turn[0]]] if blobs_by_turn else []
 
@@ -253,10 +260,10 @@ class PackReader:
         log = self._packs[span.pack].log
         return (0, "", 0, span.pack) if log is None else (1, log.topic, log.partition, log.first)
 
-    def _is_worth_check(self, index: int, wanted_bytes: int) -> bool:
-        pack = self._packs[index]
-        is_most = _MOST_PART * wanted_bytes >= pack.num_bytes - pack.header_bytes
-        return is_most or _HEADER_PART * pack.header_bytes <= wanted_bytes
+    def _is_header_due(self, index: int) -> bool:
+        pack, num_bytes = self._packs[index], self._wanted_bytes[index]
+        is_most = self._checks_headers or _MOST_PART * num_bytes >= pack.num_bytes - pack.header_bytes
+        return index not in self._checked and (is_most or _HEADER_PART * pack.header_bytes <= num_bytes)
 
     def _header(self, index: int) -> Blob:
         pack = self._packs[index]

@@ -76,10 +76,12 @@ class RowTracker(TrackedRows):
         101
     """
 
+    _forks: "Sequence[RowTracker]" = ()
+
     @_OUTSIDE_INFERENCE
     def __init__(self, model: nn.Module, *, verify_untracked: bool = False) -> None:
         self._is_closed = False
-        self._model, self._forks = model, list[RowTracker]()
+        self._model = model
         self._tables = _Tables.of(model, verify_untracked)
         super().__init__(self._tables.shards, self._tables.id_map_modules)
 
@@ -103,7 +105,7 @@ class RowTracker(TrackedRows):
         if self._is_closed:
             raise ConfigurationError("the tracker was closed: make a new one")
         fork = RowTracker(self._model, verify_untracked=self._tables.verifies_untracked)
-        self._forks.append(fork)
+        self._forks = [*self._open_forks(), fork]
         return fork
 
     @_OUTSIDE_INFERENCE
@@ -134,7 +136,7 @@ class RowTracker(TrackedRows):
         for fork in self._open_forks():
             fork.rebind(model)
 
-    def _open_forks(self) -> "list[RowTracker]":
+    def _open_forks(self) -> "Sequence[RowTracker]":
         self._forks = [fork for fork in self._forks if not fork._is_closed]
         return self._forks
 

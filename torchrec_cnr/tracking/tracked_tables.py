@@ -244,6 +244,9 @@ class TrackedRows:
         """Return a second tracker of the same tables; see ``RowTracker.fork``."""
         raise ConfigurationError(f"a {type(self).__name__} has no model that a second tracker could track")
 
+    def close(self) -> None:
+        """Stop tracking, if this tracks a model."""
+
     def check_model(self) -> None:
         """Check that the shards are still those of the model's tables; the planner calls this before a save."""
 

@@ -2,6 +2,7 @@
 
 - ``async_saves``: asynchronous saves, by this library and by DCP.
 - ``frequent_saves``: the example's training with a save every second.
+- ``killed_job``: the example with local checkpoints, which is killed and started again.
 - ``large_save``: a save of one large table, in a process of its own.
 - ``policy_runs``: runs of many checkpoints under a policy.
 - ``preempted_job``: a job on several ranks that a signal stops.
