@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_cnr as cnr
 from tests.support.models import Job, differing, plain_job, state, train, whole
 from tests.support.ranks import RankPools
-from torchrec_cnr.errors import ConfigurationError
+from torchrec_cnr.errors import ConfigurationError, DamagedError, StoreError
 from torchrec_cnr.manager import manager
 from torchrec_cnr.manager.open_roots import OpenRoots
 from torchrec_cnr.storage import fences
@@ -305,6 +306,140 @@ def test_wrong_settings_are_refused(arguments: dict[str, object], match: str) ->
     """At once, by name."""
     with pytest.raises(ConfigurationError, match=match):
         cnr.LocalCheckpoints(**arguments)  # type: ignore[arg-type]
+
+
+def test_a_replaced_process_saves_no_local_checkpoint(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    """Be it slow to begin or in the middle of its training: its checkpoints would be restored later."""
+    slow = start()
+    slow.restore()
+    new = start()
+    assert new.restore() is None
+    new.train(3)
+    assert slow.train(3) == []
+    assert "another job saves here now" in caplog.text
+    new.train(6)
+    slow.step = 6
+    assert slow.train(7) == []
+    last = start()
+    assert last.restore() == 6
+    assert last.has_state_of(6)
+
+
+def test_a_process_may_continue_a_run_twice(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time without the local tier, which is stale then, although the process is the same."""
+    first = start()
+    first.restore()
+    first.train(7)
+    first.manager.close()
+    again = start(None)
+    again._fences = first._fences
+    assert again.restore(step=4) == 4
+    again.train(5)
+    again.manager.save(5, state(again.job), force=True)
+    last = start()
+    assert last.restore() == 5
+    assert last.has_state_of(5)
+
+
+def test_local_checkpoints_that_cannot_be_read_are_an_error_without_durable_ones(start: Start) -> None:
+    """As durable ones would be: a run must not begin anew without a word."""
+    first = start()
+    first.restore()
+    first.train(2)
+    for path in first.local_root.glob("step-*/*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-100] + bytes(100))
+    with pytest.raises(DamagedError, match="no checkpoint can be restored"):
+        start().restore()
+
+
+def test_a_restart_that_fails_leaves_local_checkpoints_valid(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether its model is another one, or the store cannot be written to for a while."""
+    first = start()
+    first.restore()
+    first.train(6)
+    other = start()
+    with pytest.raises(CheckpointException):
+        other.manager.restore({"other": torch.zeros(3)})
+
+    def refusing(*_: object) -> None:
+        raise StoreError("read-only")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fences.Fence, "create", refusing)
+        assert start().restore() == 6
+    last = start()
+    assert last.restore() == 6
+    assert last.has_state_of(6)
+
+
+def test_local_checkpoints_of_a_run_that_restored_nothing_are_restored(start: Start) -> None:
+    """It has claimed the durable root with its first local save."""
+    assert start().train(3)[-1] == ("local", "delta")
+    second = start()
+    assert second.restore() == 3
+    assert second.has_state_of(3)
+
+
+def test_a_look_at_another_run_abandons_nothing(start: Start, tmp_path: Path) -> None:
+    """Until something is saved."""
+    first = start()
+    first.restore()
+    first.train(6)
+    shutil.copytree(first.root, tmp_path / "other")
+    looking = start()
+    looking._enter()
+    assert looking.manager.restore(state(looking.job), path=tmp_path / "other" / "step-4") == 4
+    assert start().restore() == 4
+    assert cnr.latest(first.root) == str(first.root / "step-4")
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_a_local_root_that_is_gone_does_not_stop_a_restart(
+    start: Start, is_file: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The durable checkpoint is restored. What fails at each step is not logged at each step."""
+    first = start()
+    first.restore()
+    first.train(6)
+    shutil.rmtree(first.local_root)
+    if is_file:
+        first.local_root.write_text("no directory")
+    second = start()
+    assert second.restore() == 4
+    saved = second.train(40)
+    assert ("durable", "delta") in saved
+    assert (("local", "delta") in saved) != is_file
+    assert caplog.text.count("a local checkpoint was not saved") <= 8
+    assert second.has_state_of(40)
+
+
+def test_closed_managers_leave_no_tracker(start: Start) -> None:
+    """Each would mark rows at every step."""
+    run = start()
+    hooks = sum(len(module._forward_hooks) for module in run.job.model.modules())
+    run.manager.close()
+    assert sum(len(module._forward_hooks) for module in run.job.model.modules()) < hooks
+    assert not run.tracker._open_forks()
+
+
+def test_a_root_has_one_local_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However it is written."""
+    monkeypatch.chdir(tmp_path)
+    local = cnr.LocalCheckpoints("local")
+    spellings: list[str | Path] = ["run", "run/", "./run", f"file://{tmp_path}/run", tmp_path / "run"]
+    assert len({local.root_of(spelling) for spelling in spellings}) == 1
+    assert local.root_of("other") != local.root_of("run")
+
+
+def test_a_manager_that_cannot_be_made_holds_nothing(tmp_path: Path) -> None:
+    """Another one may take its root."""
+    (tmp_path / "file").write_text("no directory")
+    tracker = cnr.RowTracker(plain_job(1).model)
+    local = cnr.LocalCheckpoints(tmp_path / "file" / "local")
+    with pytest.raises(ConfigurationError, match="'local_checkpoints': cannot write") as raised:
+        cnr.CheckpointManager(tmp_path / "run", tracker, local_checkpoints=local)
+    assert raised.value.__traceback__ is not None  # which refers to the manager
+    cnr.CheckpointManager(tmp_path / "run", tracker).close()
 
 
 def test_a_path_is_not_local_checkpoints(tmp_path: Path) -> None:

@@ -287,6 +287,7 @@ class LocalRun:
     def _owned(self) -> str | CNRError:
         """Claim the local root, if the durable one is that of this job. Return the entry of its fence."""
         try:
+            self._durable_root.make()
             fence = fences.current(self._durable_root)
             fence.claim()
             fences.claim(Store.open(self.root))  # so that the saves of a job that was replaced fail, here too
