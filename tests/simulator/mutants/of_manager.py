@@ -9,7 +9,7 @@ from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.lineage.checkpoint import read_checkpoint
 from torchrec_cnr.maintenance.background_upkeep import Upkeep
 from torchrec_cnr.maintenance.compaction import plan
-from torchrec_cnr.manager import continuation, local_checkpoints, manager
+from torchrec_cnr.manager import continuation, local_checkpoints
 from torchrec_cnr.manager.callbacks import Callbacks
 from torchrec_cnr.manager.continuation import Continuation
 from torchrec_cnr.manager.manager import CheckpointManager
