@@ -235,7 +235,7 @@ class Symmetric(_Uniform):
 
     Attributes:
         bits: Bits per element: 2, 3, 4 or 8.
-        entropy_coded: Whether the codes are compressed, too, without loss: by some 2 to 10 %.
+        entropy_coded: Whether the codes are compressed, too, without loss: by a few percent, more with fewer bits.
 
     Raises:
         ConfigurationError: ``bits`` is not 2, 3, 4 or 8, or ``entropy_coded`` is not a bool.
@@ -261,7 +261,7 @@ class Asymmetric(_Uniform):
 
     Attributes:
         bits: Bits per element: 2, 3, 4 or 8.
-        entropy_coded: Whether the codes are compressed, too, without loss: by some 2 to 10 %.
+        entropy_coded: Whether the codes are compressed, too, without loss: by a few percent, more with fewer bits.
 
     Raises:
         ConfigurationError: ``bits`` is not 2, 3, 4 or 8, or ``entropy_coded`` is not a bool.
@@ -290,7 +290,7 @@ class AdaptiveAsymmetric(_Uniform):
     Attributes:
         bits: Bits per element: 2, 3, 4 or 8.
         search: How to search the range, or None to choose a search from a sample.
-        entropy_coded: Whether the codes are compressed, too, without loss: by some 2 to 10 %.
+        entropy_coded: Whether the codes are compressed, too, without loss: by a few percent, more with fewer bits.
 
     Raises:
         ConfigurationError: ``bits`` is not 2, 3, 4 or 8, ``search`` is not a search, or ``entropy_coded`` not a bool.
