@@ -128,6 +128,7 @@ class _Job:
             self._tracker,
             quantization=cnr.AdaptiveAsymmetric(bits=4),
             every_secs=DURABLE_SECS,
+            keep=cnr.Keep(last=2),
             local_checkpoints=local,
             on_saved=self._durable.append,
         )
