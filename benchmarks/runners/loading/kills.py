@@ -64,8 +64,8 @@ def run(setup: Setup) -> Report:
         title=f"{num_kills} kills of all {NUM_RANKS} ranks of a job with a local checkpoint every {EVERY_SECS} s",
         notes=(
             f"Between {MIN_SECS:.0f} and {MAX_SECS:.0f} s after a step, by SIGKILL; the moments are drawn at random.",
-            "Lost is the time from the end of the restored step to the kill. All steps that were trained twice are",
-            "compared with those that were lost.",
+            "Lost is the time from the end of the restored step to the kill. The states that are",
+            "restored, and those after steps that are trained again, are compared with what was lost.",
         ),
         figures=(
             Figure("training lost by a kill, at most, less a step", max(beyond_step), "s", at_most=MAX_LOST_SECS),
@@ -74,7 +74,7 @@ def run(setup: Setup) -> Report:
         ),
         tables=(
             Table(
-                ("kills", "steps lost, mean", "most", "steps trained twice, bit for bit"),
+                ("kills", "steps lost, mean", "most", "states of ranks compared"),
                 (
                     (
                         str(num_kills),

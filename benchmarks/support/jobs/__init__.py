@@ -1,6 +1,7 @@
 """Jobs to measure.
 
 - ``async_saves``: asynchronous saves, by this library and by DCP.
+- ``example_training``: the model and the clicks of the example.
 - ``frequent_saves``: the example's training with a save every second.
 - ``killed_job``: the example with local checkpoints, which is killed and started again.
 - ``large_save``: a save of one large table, in a process of its own.

@@ -7,11 +7,8 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +16,12 @@ import torch
 import torch.distributed as dist
 
 import torchrec_cnr as cnr
+from benchmarks.support.jobs.example_training import ExampleTraining
 from benchmarks.support.jobs.table_models import num_bytes
 from benchmarks.support.process_memory import resident_mib
 
-EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
-BATCH_SIZE, DIM, SEED = 4096, 32, 1
+BATCH_SIZE, DIM = 4096, 32
 DURABLE_SECS = 60.0
-TIMEOUT = timedelta(seconds=300)
 
 
 @dataclass(frozen=True)
@@ -87,9 +83,6 @@ def main() -> None:
     parser.add_argument("--secs-without", type=float, required=True, help="seconds of a block without saves")
     parser.add_argument("--secs", type=float, required=True, help="seconds of a block with saves")
     options = parser.parse_args()
-    sys.path.insert(0, str(EXAMPLES))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=TIMEOUT)
     job = _Job(options.root, options.rows)
     job.train(options.secs_without, saves=False)  # compiles, and fills caches
     job.train(min(5.0, options.secs), saves=True)
@@ -110,14 +103,9 @@ class _Job:
     """
 
     def __init__(self, root: Path, num_rows: int) -> None:
-        # Imported here, because the folder of examples is on the path only now.
-        from click_data import open_stream  # noqa: PLC0415
-        from dlrm_model import build_trainer  # noqa: PLC0415
-
-        stream = open_stream("synthetic", None, SEED)
+        training = ExampleTraining(num_rows, DIM, BATCH_SIZE)
         self._root = root
-        self._trainer = build_trainer(stream, num_rows, DIM, "row", SEED)
-        self._batches = self._rank_batches(stream)
+        self._trainer, self._batches = training.trainer, training.batches(0)
         self._step = 0
         self._saved, self._durable = list[cnr.Saved](), list[cnr.Saved]()
         local = cnr.LocalCheckpoints(root.with_name("local"), every_secs=1, on_saved=self._saved.append)
@@ -133,12 +121,6 @@ class _Job:
             on_saved=self._durable.append,
         )
         self._manager.restore(self._state())
-
-    def _rank_batches(self, stream: Any) -> Iterator[Any]:
-        from samples import global_batches, rank_share  # noqa: PLC0415
-
-        for batch in global_batches(stream, 0, BATCH_SIZE):
-            yield rank_share(batch, dist.get_rank(), dist.get_world_size())
 
     def train(self, secs: float, saves: bool) -> float:
         """Train for some seconds by the clock of rank 0, and return the steps per second."""

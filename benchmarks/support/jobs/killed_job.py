@@ -4,11 +4,8 @@ Each rank appends to a log, by step: the time at which the step was done, and a 
 """
 
 import argparse
-import sys
 import time
 from dataclasses import dataclass
-from datetime import timedelta
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +13,12 @@ import torch
 import torch.distributed as dist
 
 import torchrec_cnr as cnr
+from benchmarks.support.jobs.example_training import ExampleTraining
 from torchrec_cnr.sharding import local_shards
 from torchrec_cnr.storage.pack_writer import crc32c
 
-EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
-BATCH_SIZE, DIM, SEED = 512, 16, 1
+BATCH_SIZE, DIM = 512, 16
 DURABLE_SECS = 20.0
-TIMEOUT = timedelta(seconds=120)
 TRAINED, RESTORED = "trained", "restored"
 
 
@@ -62,15 +58,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, required=True, help="rows of each large table")
     parser.add_argument("--every-secs", type=float, required=True, help="seconds between local checkpoints")
     options = parser.parse_args()
-    sys.path.insert(0, str(EXAMPLES))
-    from click_data import open_stream  # noqa: PLC0415  # the folder of examples is on the path only now
-    from dlrm_model import build_trainer  # noqa: PLC0415
-    from samples import global_batches, rank_share  # noqa: PLC0415
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=TIMEOUT)
-    stream = open_stream("synthetic", None, SEED)
-    trainer = build_trainer(stream, options.rows, DIM, "row", SEED)
+    training = ExampleTraining(options.rows, DIM, BATCH_SIZE)
+    trainer = training.trainer
     manager = cnr.CheckpointManager(
         options.folder / "run",
         cnr.RowTracker(trainer.model),
@@ -81,9 +70,8 @@ def main() -> None:
     first = manager.restore(trainer.state({})) or 0
     with log_of(options.folder, dist.get_rank()).open("a", buffering=1) as log:
         log.write(f"{RESTORED} {first} {time.time()} {_digest(trainer.state({}))}\n")
-        batches = global_batches(stream, first * BATCH_SIZE, BATCH_SIZE)
-        for step in count(first + 1):
-            trainer.train(rank_share(next(batches), dist.get_rank(), dist.get_world_size()))
+        for step, batch in enumerate(training.batches(first), first + 1):
+            trainer.train(batch)
             log.write(f"{TRAINED} {step} {time.time()} {_digest(trainer.state({}))}\n")
             manager.async_save(step, trainer.state({}))
 
