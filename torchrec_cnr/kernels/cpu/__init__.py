@@ -34,7 +34,7 @@ from torchrec_cnr.kernels.cpu.fused_rows import scratch_for
 from torchrec_cnr.kernels.cpu.kmeans import cluster_scratch_for
 from torchrec_cnr.kernels.cpu.lanes import LANES
 from torchrec_cnr.kernels.cpu.row_transform import PaddedBasis
-from torchrec_cnr.kernels.cpu.symbol_coder import NUM_STATES, SymbolTables, most_words
+from torchrec_cnr.kernels.cpu.symbol_coder import NUM_STATES, EncodingPlan, SymbolTables, most_words
 from torchrec_cnr.kernels.search_plan import SearchPlan
 
 
@@ -117,7 +117,10 @@ def encode_numbers(
     words, used = np.empty(most_words(num_rows, num_cols) + 1, np.uint16), np.zeros(1, np.int64)
     states = np.empty(NUM_STATES, np.uint32)
     flat = np.ascontiguousarray(numbers).reshape(-1)
-    symbol_coder.encode(flat, num_cols, choices.reshape(-1), first_class, class_tables, tables, words, states, used)
+    symbol_coder.encode(
+        *(flat, num_cols, choices.reshape(-1), first_class, class_tables, tables),
+        *(EncodingPlan.empty(num_cols), words, states, used),
+    )
     return states, words[len(words) - int(used[0]) :].copy()
 
 

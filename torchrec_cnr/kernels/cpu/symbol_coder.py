@@ -16,6 +16,7 @@ import numpy.typing as npt
 from numba import njit
 
 from torchrec_cnr.kernels.cpu.compiling import Kernel
+from torchrec_cnr.kernels.cpu.memory import CACHE_LINE_BYTES, prefetch
 
 SCALE_BITS = 12  # the frequencies of a table add up to 1 << SCALE_BITS
 NUM_STATES = 4
@@ -27,7 +28,10 @@ ZERO_DIGIT = 127  # digits 0 to 254 are -127 to 127
 _WORD_BITS = 16
 _STATE_BITS = 31
 _SLOT_MASK = (1 << SCALE_BITS) - 1
-_ADDED_AT, _ADDED_MASK, _SHIFT_AT, _SHIFT_MASK, _RECIPROCAL_AT = 12, (1 << 13) - 1, 25, 31, 32
+_SHIFT_AT, _ADDED_MASK = 13, (1 << 13) - 1
+_DIGITS = 260  # from a table to the next, not 256: the digits that are used most would share the sets of a cache
+_CHUNK_COLS = 64  # of four rows, whose digits are found at once
+_ROWS_AHEAD = 16  # rows are prefetched while this many after them are encoded
 
 
 class SymbolTables(NamedTuple):
@@ -36,17 +40,20 @@ class SymbolTables(NamedTuple):
     Attributes:
         low_bits: uint8 [tables], the raw bits of a number below its digit.
         frequencies: uint16 [tables, 256], of each digit; 0 for digits that the table does not have.
-        encoding: uint64 [tables * 256], what encoding a digit takes, from the lowest bit: 12 bits of the frequency; 13
-            bits that are added, which is the sum of the frequencies of smaller digits, and 4095 more if the frequency
-            is 1; 5 bits of a shift, 2 that are 0, and 32 of a reciprocal, with which a state is divided by the
-            frequency.
+        limits: int32 [tables], the largest absolute value up to which all numbers are a digit without raw bits; -1 if
+            the table has raw bits.
+        encoding: uint32 [tables * 260 * 4], four values for each digit: the least state from which encoding writes a
+            word, 0 for digits that the table does not have; a reciprocal, with which a state is divided by the digit's
+            frequency; 4096 less the frequency; and 13 bits that are added, and a shift above them. The 13 bits are the
+            sum of the frequencies of smaller digits, and 4095 more if the frequency is 1.
         slots: uint32 [tables * 4096], for each remainder of a state: the digit, and 8 bits higher its frequency, and 20
             bits higher how far the remainder is from the digit's start.
     """
 
     low_bits: npt.NDArray[np.uint8]
     frequencies: npt.NDArray[np.uint16]
-    encoding: npt.NDArray[np.uint64]
+    limits: npt.NDArray[np.int32]
+    encoding: npt.NDArray[np.uint32]
     slots: npt.NDArray[np.uint32]
 
     @classmethod
@@ -64,13 +71,24 @@ class SymbolTables(NamedTuple):
         shifts = np.ceil(np.log2(np.maximum(wide, 2))).astype(np.int64)
         reciprocals = np.where(wide >= 2, ((1 << (shifts + 31)) + wide - 1) // np.maximum(wide, 2), (1 << 32) - 1)
         added = starts + np.where(wide == 1, _SLOT_MASK, 0)
-        low_terms = wide | added << _ADDED_AT | np.where(wide >= 2, shifts - 1, 0) << _SHIFT_AT
-        encoding = low_terms.astype(np.uint64) | reciprocals.astype(np.uint64) << np.uint64(_RECIPROCAL_AT)
+        shift_terms = np.where(wide >= 2, shifts - 1, 0) << _SHIFT_AT
+        full_states = wide << (_STATE_BITS - SCALE_BITS)
+        encoding = np.zeros((len(wide), _DIGITS, 4), np.uint32)
+        encoding[:, :256] = np.stack((full_states, reciprocals, (1 << SCALE_BITS) - wide, added | shift_terms), axis=2)
+        has_digit = wide > 0
+        has_both = has_digit[:, ZERO_DIGIT:ESCAPE] & has_digit[:, ZERO_DIGIT::-1]
+        limits = np.where(low_bits == 0, np.logical_and.accumulate(has_both, axis=1).sum(1) - 1, -1)
         digits = np.stack([np.repeat(np.arange(256), row) for row in wide])
         numbers = np.arange(len(wide))[:, None]
         distances = np.arange(1 << SCALE_BITS) - starts[numbers, digits]
         slots = digits | wide[numbers, digits] << 8 | distances << 20
-        return cls(low_bits, frequencies, encoding.reshape(-1), slots.reshape(-1).astype(np.uint32))
+        return cls(
+            low_bits=low_bits,
+            frequencies=frequencies,
+            limits=limits.astype(np.int32),
+            encoding=encoding.reshape(-1),
+            slots=slots.reshape(-1).astype(np.uint32),
+        )
 
 
 @njit
@@ -78,7 +96,7 @@ def _put_raw(state, value, bits, words, place):
     """Push raw bits on a state; return it, and the place of the last word that was written."""
     if state >= np.uint64(1) << np.uint64(_STATE_BITS - bits):
         place -= 1
-        words[place] = state & np.uint64(0xFFFF)
+        words[np.uint64(place)] = state & np.uint64(0xFFFF)
         state >>= np.uint64(_WORD_BITS)
     return state << np.uint64(bits) | np.uint64(value), place
 
@@ -90,21 +108,33 @@ def _place_of(table, number, num_bits):
 
 
 @njit
-def _put_digit(state, digit, table, tables, words, place):
+def _number_of(table, digit):
+    """Return the number of a digit among those of all tables, with which ``_put_digit`` finds it."""
+    return np.int64(table) * _DIGITS + digit
+
+
+@njit
+def _put_digit(state, digit, encoding, words, place):
     """Push a digit on a state; return it, and the place of the last word that was written.
 
     Whether a word is written depends on the data, so there is no branch on it, which a processor could not predict.
+
+    Args:
+        state: The state.
+        digit: The number of the digit among those of all tables, see ``_number_of``.
+        encoding: See ``SymbolTables``.
+        words: The words.
+        place: The place of the last word that was written.
     """
-    terms = tables.encoding[_place_of(table, digit, 8)]
-    frequency = terms & np.uint64(_SLOT_MASK)
-    is_full = state >= frequency << np.uint64(_STATE_BITS - SCALE_BITS)
+    first = np.uint64(digit) << np.uint64(2)
+    full_state, reciprocal = np.uint64(encoding[first]), np.uint64(encoding[first + np.uint64(1)])
+    factor, added = np.uint64(encoding[first + np.uint64(2)]), np.uint64(encoding[first + np.uint64(3)])
+    is_full = state >= full_state
     words[np.uint64(place - 1)] = state & np.uint64(0xFFFF)
     place -= np.int64(is_full)
     state = state >> np.uint64(_WORD_BITS) if is_full else state
-    quotient = state * (terms >> np.uint64(_RECIPROCAL_AT)) >> np.uint64(32)
-    quotient >>= terms >> np.uint64(_SHIFT_AT) & np.uint64(_SHIFT_MASK)
-    added = terms >> np.uint64(_ADDED_AT) & np.uint64(_ADDED_MASK)
-    return (quotient << np.uint64(SCALE_BITS)) + (state - quotient * frequency) + added, place
+    quotient = state * reciprocal >> np.uint64(32) >> (added >> np.uint64(_SHIFT_AT))
+    return state + quotient * factor + (added & np.uint64(_ADDED_MASK)), place
 
 
 @njit
@@ -112,23 +142,23 @@ def _put_number(state, number, table, tables, words, place):
     """Push a number of 16 bits on a state: its low bits and then its digit, or all of it and then an escape."""
     low_bits, value = np.int64(tables.low_bits[np.uint64(table)]), np.int64(number)
     digit = np.int64(ZERO_DIGIT) + (value >> low_bits)
-    if digit < 0 or digit >= ESCAPE or tables.encoding[_place_of(table, digit, 8)] & np.uint64(_SLOT_MASK) == 0:
+    if digit < 0 or digit >= ESCAPE or tables.encoding[np.uint64(4 * _number_of(table, digit))] == 0:
         whole = np.uint64(value & 0xFFFF)
         state, place = _put_raw(state, whole & np.uint64(0xFF), 8, words, place)
         state, place = _put_raw(state, whole >> np.uint64(8), 8, words, place)
         digit = np.int64(ESCAPE)
     elif low_bits > 0:
         state, place = _put_raw(state, value & ((1 << low_bits) - 1), low_bits, words, place)
-    return _put_digit(state, digit, table, tables, words, place)
+    return _put_digit(state, _number_of(table, digit), tables.encoding, words, place)
 
 
 @njit
 def _class_of(numbers, start, num_cols, first_class):
     """Return the class of a row: the bits of the sum of its squared numbers, less ``first_class``, from 0 to 15."""
-    energy = np.int64(0)
-    for column in range(start, start + num_cols):
-        number = np.int64(numbers[column])
-        energy += number * number
+    own, energy = numbers[start : start + num_cols], np.int64(0)
+    for column in range(num_cols):
+        number = np.int64(own[column])
+        energy += np.int64(np.uint32(number * number))
     num_bits = np.int64(energy > 0)
     for half in (32, 16, 8, 4, 2, 1):
         if energy >> np.int64(half) > 0:
@@ -138,39 +168,60 @@ def _class_of(numbers, start, num_cols, first_class):
 
 
 @njit
-def _encode_four(numbers, num_cols, choices, first_class, class_tables, tables, words, states, first, place):
+def _find_digits(numbers, start, choice, num_cols, plan, target):
+    """Write the digits of numbers of a row. Slices, with places from 0, let LLVM vectorise this."""
+    own, limits = numbers[start : start + num_cols], plan.limits[choice : choice + num_cols]
+    zeros, digits = plan.zeros[choice : choice + num_cols], plan.digits[target : target + num_cols]
+    for column in range(num_cols):
+        number = np.int32(own[column])
+        digits[column] = zeros[column] + number if abs(number) <= limits[column] else np.int32(-1)
+
+
+@njit
+def _encode_four(numbers, num_cols, choices, first_class, class_tables, tables, words, states, first, place, plan):
     """Encode four rows, whose states are in registers meanwhile; return the place of the last word."""
     state_0, state_1 = np.uint64(states[0]), np.uint64(states[1])
     state_2, state_3 = np.uint64(states[2]), np.uint64(states[3])
     row_0 = first * num_cols
     row_1, row_2, row_3 = row_0 + num_cols, row_0 + 2 * num_cols, row_0 + 3 * num_cols
-    class_0, class_1 = (
-        _class_of(numbers, row_0, num_cols, first_class),
-        _class_of(numbers, row_1, num_cols, first_class),
-    )
-    class_2, class_3 = (
-        _class_of(numbers, row_2, num_cols, first_class),
-        _class_of(numbers, row_3, num_cols, first_class),
-    )
-    choice_0, choice_1, choice_2, choice_3 = (
-        class_0 * num_cols,
-        class_1 * num_cols,
-        class_2 * num_cols,
-        class_3 * num_cols,
-    )
-    for column in range(num_cols - 1, -1, -1):
-        table = choices[np.uint64(choice_3 + column)]
-        state_3, place = _put_number(state_3, numbers[np.uint64(row_3 + column)], table, tables, words, place)
-        table = choices[np.uint64(choice_2 + column)]
-        state_2, place = _put_number(state_2, numbers[np.uint64(row_2 + column)], table, tables, words, place)
-        table = choices[np.uint64(choice_1 + column)]
-        state_1, place = _put_number(state_1, numbers[np.uint64(row_1 + column)], table, tables, words, place)
-        table = choices[np.uint64(choice_0 + column)]
-        state_0, place = _put_number(state_0, numbers[np.uint64(row_0 + column)], table, tables, words, place)
-    state_3, place = _put_digit(state_3, class_3, 0, class_tables, words, place)
-    state_2, place = _put_digit(state_2, class_2, 0, class_tables, words, place)
-    state_1, place = _put_digit(state_1, class_1, 0, class_tables, words, place)
-    state_0, place = _put_digit(state_0, class_0, 0, class_tables, words, place)
+    for column in range(0, NUM_STATES * num_cols, CACHE_LINE_BYTES // numbers.itemsize):
+        prefetch(numbers, max(row_0 - _ROWS_AHEAD * num_cols + column, 0))
+    class_0 = _class_of(numbers, row_0, num_cols, first_class)
+    class_1 = _class_of(numbers, row_1, num_cols, first_class)
+    class_2 = _class_of(numbers, row_2, num_cols, first_class)
+    class_3 = _class_of(numbers, row_3, num_cols, first_class)
+    choice_0, choice_1 = class_0 * num_cols, class_1 * num_cols
+    choice_2, choice_3 = class_2 * num_cols, class_3 * num_cols
+    digits, encoding = plan.digits, tables.encoding
+    for chunk in range((num_cols - 1) // _CHUNK_COLS, -1, -1):
+        first_col = chunk * _CHUNK_COLS
+        count = min(_CHUNK_COLS, num_cols - first_col)
+        _find_digits(numbers, row_0 + first_col, choice_0 + first_col, count, plan, 0)
+        _find_digits(numbers, row_1 + first_col, choice_1 + first_col, count, plan, _CHUNK_COLS)
+        _find_digits(numbers, row_2 + first_col, choice_2 + first_col, count, plan, 2 * _CHUNK_COLS)
+        _find_digits(numbers, row_3 + first_col, choice_3 + first_col, count, plan, 3 * _CHUNK_COLS)
+        for index in range(count - 1, -1, -1):
+            column = first_col + index
+            digit_0, digit_1 = digits[np.uint64(index)], digits[np.uint64(_CHUNK_COLS + index)]
+            digit_2, digit_3 = digits[np.uint64(2 * _CHUNK_COLS + index)], digits[np.uint64(3 * _CHUNK_COLS + index)]
+            if digit_0 | digit_1 | digit_2 | digit_3 >= 0:
+                state_3, place = _put_digit(state_3, digit_3, encoding, words, place)
+                state_2, place = _put_digit(state_2, digit_2, encoding, words, place)
+                state_1, place = _put_digit(state_1, digit_1, encoding, words, place)
+                state_0, place = _put_digit(state_0, digit_0, encoding, words, place)
+            else:
+                table = choices[np.uint64(choice_3 + column)]
+                state_3, place = _put_number(state_3, numbers[np.uint64(row_3 + column)], table, tables, words, place)
+                table = choices[np.uint64(choice_2 + column)]
+                state_2, place = _put_number(state_2, numbers[np.uint64(row_2 + column)], table, tables, words, place)
+                table = choices[np.uint64(choice_1 + column)]
+                state_1, place = _put_number(state_1, numbers[np.uint64(row_1 + column)], table, tables, words, place)
+                table = choices[np.uint64(choice_0 + column)]
+                state_0, place = _put_number(state_0, numbers[np.uint64(row_0 + column)], table, tables, words, place)
+    state_3, place = _put_digit(state_3, class_3, class_tables.encoding, words, place)
+    state_2, place = _put_digit(state_2, class_2, class_tables.encoding, words, place)
+    state_1, place = _put_digit(state_1, class_1, class_tables.encoding, words, place)
+    state_0, place = _put_digit(state_0, class_0, class_tables.encoding, words, place)
     states[0], states[1], states[2], states[3] = state_0, state_1, state_2, state_3
     return place
 
@@ -190,13 +241,35 @@ def _encode_few(numbers, num_cols, choices, first_class, class_tables, tables, w
             states[lane] = state
     for lane in range(num_lanes - 1, -1, -1):
         state, row_class = np.uint64(states[lane]), row_classes >> (4 * lane) & 15
-        state, place = _put_digit(state, row_class, 0, class_tables, words, place)
+        state, place = _put_digit(state, row_class, class_tables.encoding, words, place)
         states[lane] = state
     return place
 
 
+class EncodingPlan(NamedTuple):
+    """Working memory of ``encode``, and what it finds out about each class and column.
+
+    Attributes:
+        limits: int32 [16 * num_cols], the limit of the table; see ``SymbolTables``.
+        zeros: int32 [16 * num_cols], the digit of the number 0 in the table, see ``_number_of``.
+        digits: int32 [4 * 64], the digits of 64 columns of four rows; -1 for a number that takes raw bits.
+    """
+
+    limits: npt.NDArray[np.int32]
+    zeros: npt.NDArray[np.int32]
+    digits: npt.NDArray[np.int32]
+
+    @classmethod
+    def empty(cls, num_cols: int) -> "EncodingPlan":
+        """Make the memory for rows of so many columns."""
+        per_class = NUM_CLASSES * num_cols
+        return cls(
+            np.empty(per_class, np.int32), np.empty(per_class, np.int32), np.empty(NUM_STATES * _CHUNK_COLS, np.int32)
+        )
+
+
 @Kernel
-def encode(numbers, num_cols, choices, first_class, class_tables, tables, words, states, used):
+def encode(numbers, num_cols, choices, first_class, class_tables, tables, plan, words, states, used):
     """Encode rows of whole numbers as words.
 
     Args:
@@ -206,10 +279,15 @@ def encode(numbers, num_cols, choices, first_class, class_tables, tables, words,
         first_class: The bits of the sum of squares of a row of the first class.
         class_tables: ``SymbolTables`` with one table, whose digits are the classes.
         tables: ``SymbolTables`` of the numbers.
+        plan: An ``EncodingPlan``, overwritten.
         words: uint16 [``most_words`` + 1], filled from its end.
         states: uint32 [4], the states with which decoding begins, written.
         used: int64 [1], how many words were written.
     """
+    for place in range(len(choices)):
+        table = np.int64(choices[place])
+        plan.limits[place] = tables.limits[table]
+        plan.zeros[place] = _number_of(table, ZERO_DIGIT)
     place = len(words)
     num_rows = len(numbers) // num_cols
     for lane in range(NUM_STATES):
@@ -217,7 +295,7 @@ def encode(numbers, num_cols, choices, first_class, class_tables, tables, words,
     for group in range(-(-num_rows // NUM_STATES) - 1, -1, -1):
         first = group * NUM_STATES
         encode_rows = (numbers, num_cols, choices, first_class, class_tables, tables, words, states, first, place)
-        place = _encode_four(*encode_rows) if num_rows - first >= NUM_STATES else _encode_few(*encode_rows)
+        place = _encode_four(*encode_rows, plan) if num_rows - first >= NUM_STATES else _encode_few(*encode_rows)
     used[0] = len(words) - place
 
 
