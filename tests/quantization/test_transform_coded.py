@@ -16,7 +16,7 @@ from torch import Tensor
 import torchrec_cnr as cnr
 from torchrec_cnr.format.blob_bytes import split
 from torchrec_cnr.quantization import NoQuantization, Scheme, SchemeRules, TransformCoded, Transformed
-from torchrec_cnr.quantization.learned_transform import MAX_ZONE, ErrorLimit, learned, principal_components
+from torchrec_cnr.quantization.learned_transform import MAX_ZONE, ErrorLimit, learned
 from torchrec_cnr.quantization.packed_rows import STRIP_ROWS, least_bytes, pack_rows, unpack_rows
 from torchrec_cnr.quantization.row_transform import Basis, RowTransform
 from torchrec_cnr.quantization.uniform import mean_error, row_errors
@@ -169,7 +169,7 @@ def test_few_dimensions_take_few_bits() -> None:
 def test_each_row_keeps_its_bound(scale: float, seed: int, has_basis: bool, step: float) -> None:
     """0.85 steps times the root of the number of columns, for rows that the sample did not have; or it is exact."""
     sample, rows = few_dimensions(200, 0).double().numpy(), few_dimensions(300, seed) * 10.0**scale
-    basis = principal_components(sample) if has_basis else None
+    basis = Basis.principal(sample) if has_basis else None
     transform = learned(sample, limit_of(sample, float(np.linalg.norm(sample, axis=1).mean()) * 10.0**step), basis)
     scheme = Transformed.by(transform)
     encoded = scheme.encode(rows)
@@ -406,7 +406,7 @@ def test_corrupt_blobs_are_refused_or_other_rows(data: st.DataObject) -> None:
 def test_corrupt_transforms_are_refused(data: st.DataObject) -> None:
     """The digest in the manifest would show it, too; this shows that nothing invalid reaches the kernels."""
     rows = few_dimensions().double().numpy()
-    transform = learned(rows, limit_of(rows, 0.1), principal_components(rows))
+    transform = learned(rows, limit_of(rows, 0.1), Basis.principal(rows))
     assert transform.basis is not None
     stored = bytearray(transform.data)
     assert RowTransform.parsed(bytes(stored), transform.basis, "x").digest == transform.digest

@@ -28,12 +28,6 @@ _NUM_DEVIATIONS = 2  # standard deviations of a sample's mean that are put down 
 _MARGIN = 0.985  # of the mean error that is asked, so that rows outside of the sample meet it, and those of later saves
 
 
-def principal_components(rows: Floats) -> Basis:
-    """Return the eigenvectors of the second moments of rows, float64 [n, num_cols], the largest first."""
-    _, vectors = np.linalg.eigh(rows.T @ rows)
-    return Basis(np.ascontiguousarray(vectors.T[::-1]).astype(np.float32))
-
-
 def are_typical(norms: Floats, errors: Floats) -> npt.NDArray[np.bool_]:
     """Return which rows of a sample are typical, bool [n]: finite, with an error that is not many times the median.
 
@@ -109,7 +103,7 @@ def learned(rows: Floats, limit: ErrorLimit, basis: Basis | None) -> RowTransfor
         basis: The basis; None for the columns themselves.
     """
     num_cols = rows.shape[1]
-    components = rows if basis is None else rows @ basis.components.astype(np.float64).T
+    components = rows if basis is None else basis.components_of(rows)
     zones, step = np.zeros(num_cols), 0.0
     for num_rounds in _SEARCH_ROUNDS:
         bounds = (step / 2, 1.1 * step) if step else _bounds(components, limit)

@@ -24,7 +24,6 @@ from torchrec_cnr.quantization.learned_transform import (
     are_typical,
     expected_bits,
     learned,
-    principal_components,
 )
 from torchrec_cnr.quantization.packed_rows import least_bytes
 from torchrec_cnr.quantization.row_transform import Basis, RowTransform, basis_bytes, transform_bytes
@@ -345,10 +344,10 @@ class _Sample:
 
     def _with_new_basis(self, known: Basis | None, most: float) -> list[_Candidate]:
         """Return a transform with a new basis, if it can be expected to need at most this part of the bits."""
-        basis = principal_components(self.values)
+        basis = Basis.principal(self.values)
         step = self.limit.mean * (12 / self.values.shape[1]) ** 0.5
-        components = self.values if known is None else self.values @ known.components.T
-        if expected_bits(self.values @ basis.components.T, step) > most * expected_bits(components, step):
+        components = self.values if known is None else known.components_of(self.values)
+        if expected_bits(basis.components_of(self.values), step) > most * expected_bits(components, step):
             return []
         return [self._learned(basis, part_bytes=basis_bytes(self.values.shape[1]))]
 

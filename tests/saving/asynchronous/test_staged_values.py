@@ -26,7 +26,8 @@ from torchrec_cnr import kernels
 from torchrec_cnr.kernels import cpu
 from torchrec_cnr.progress import SavePhases
 from torchrec_cnr.quantization import HalfPrecision, Transformed
-from torchrec_cnr.quantization.learned_transform import ErrorLimit, learned, principal_components
+from torchrec_cnr.quantization.learned_transform import ErrorLimit, learned
+from torchrec_cnr.quantization.row_transform import Basis
 from torchrec_cnr.saving import staged_values, staging
 from torchrec_cnr.saving.plug_in_messages import STAGED
 from torchrec_cnr.saving.staged_values import (
@@ -48,7 +49,7 @@ SCHEMES: list[Any] = [
     cnr.AdaptiveAsymmetric.best(3),
     cnr.Symmetric(8),
     HalfPrecision(torch.bfloat16),
-    Transformed.by(learned(_SAMPLE, _LIMIT, principal_components(_SAMPLE))),
+    Transformed.by(learned(_SAMPLE, _LIMIT, Basis.principal(_SAMPLE))),
 ]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
