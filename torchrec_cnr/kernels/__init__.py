@@ -21,6 +21,7 @@ from importlib.util import find_spec
 from types import ModuleType
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -171,14 +172,47 @@ def transform_rows(
     Raises:
         ConfigurationError: As for ``encode_rows``, or the basis is one of rows with other columns.
     """
+    most_value = _most_value(table, rows, basis, step, dead_zone, are_checked)
+    transform = cpu.transform_rows if table.device.type == "cpu" else row_transform.transform_rows
+    return transform(table, rows, basis, step, dead_zone, most_value)
+
+
+def rows_transformer(
+    table: Tensor,
+    rows: Tensor,
+    basis: cpu.Floats,
+    step: float,
+    dead_zone: cpu.Floats,
+    is_exact: npt.NDArray[np.bool_],
+) -> Callable[[int, int], cpu.Numbers]:
+    """Return a function that computes the components of some of the rows of a table in host memory.
+
+    It runs in the thread that calls it, and may be called in several at once.
+
+    Args:
+        table, rows, basis, step, dead_zone: As for ``transform_rows``.
+        is_exact: bool [n], in which the function writes which rows components cannot represent.
+
+    Returns:
+        A function of two positions in ``rows``, that returns the components from one to the other.
+
+    Raises:
+        ConfigurationError: As for ``transform_rows``.
+    """
+    most_value = _most_value(table, rows, basis, step, dead_zone)
+    return cpu.rows_transformer(table, rows, basis, step, dead_zone, most_value, is_exact)
+
+
+def _most_value(
+    table: Tensor, rows: Tensor, basis: cpu.Floats, step: float, dead_zone: cpu.Floats, are_checked: bool = False
+) -> float:
+    """Check what rows are transformed by, and return the largest value that components can represent."""
     _check_encodable(table, rows, are_checked)
     num_cols = table.shape[1]
     if basis.shape not in ((0, 0), (num_cols, num_cols)) or dead_zone.shape != (num_cols,):
         raise ConfigurationError(f"not a basis of rows of {num_cols} columns (got {basis.shape}, {dead_zone.shape})")
     most_error = step * num_cols**0.5 * (0.5 + float(dead_zone.max()))
-    most_value = min(MOST * step, torch.finfo(table.dtype).max - most_error)
-    transform = cpu.transform_rows if table.device.type == "cpu" else row_transform.transform_rows
-    return transform(table, rows, basis, step, dead_zone, most_value)
+    return float(min(MOST * step, torch.finfo(table.dtype).max - most_error))
 
 
 def restore_rows(

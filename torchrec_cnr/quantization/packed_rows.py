@@ -5,6 +5,7 @@ the number of words and the four states of each strip. The words of all strips f
 other blob. docs/reference/format.md specifies each byte.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -47,15 +48,28 @@ def fits_packed_rows(num_bytes: int, num_rows: int, num_cols: int) -> bool:
 
 def pack_rows(numbers: Numbers, transform: RowTransform) -> npt.NDArray[np.uint8]:
     """Return the bytes of rows of numbers, int16 [n, num_cols], without exact rows."""
-    bounds = _bounds(len(numbers))
+    return pack_strips(len(numbers), lambda start, stop: numbers[start:stop], transform)
+
+
+def pack_strips(
+    num_rows: int, numbers_of: Callable[[int, int], Numbers], transform: RowTransform
+) -> npt.NDArray[np.uint8]:
+    """Return the bytes of rows whose numbers are computed strip by strip, without exact rows.
+
+    Args:
+        num_rows: Number of rows.
+        numbers_of: Returns the numbers of the rows from one position to another, int16 [stop - start, num_cols]. It is
+            called in the thread that encodes these, so that they are still in the cache of its core.
+        transform: The transform that made the numbers.
+    """
+    bounds = _bounds(num_rows)
     strips = np.empty(len(bounds), _STRIP)
     words: list[npt.NDArray[np.uint16]] = [np.empty(0, np.uint16)] * len(bounds)
 
     def encode(first: int, stop: int) -> None:
         for strip in range(first, stop):
-            start, end = bounds[strip]
             states, words[strip] = cpu.encode_numbers(
-                numbers[start:end],
+                numbers_of(*bounds[strip]),
                 transform.first_class,
                 transform.choices,
                 transform.class_tables,

@@ -7,6 +7,7 @@ transform.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -130,6 +131,21 @@ class Transformed(RowCodes):
     def encode_without_waiting(self, table: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Round as ``encode`` does; the mask of the exact rows is returned on the device."""
         return self._numbers(table, rows, are_checked=True)
+
+    def numbers_of(self, table: Tensor, rows: Tensor, is_exact: npt.NDArray[np.bool_]) -> Callable[[int, int], Numbers]:
+        """Return a function that rounds some of the rows as ``encode`` does, in the thread that calls it.
+
+        Args:
+            table: [num_rows, num_cols], on the host; the elements of a row are contiguous.
+            rows: The numbers of the rows, int64 [n].
+            is_exact: bool [n], in which it writes which rows are exact.
+
+        Returns:
+            A function of two positions in ``rows``, that returns the numbers from one to the other, int16
+            [stop - start, num_cols].
+        """
+        transform = self.known
+        return kernels.rows_transformer(table, rows, transform.wide_basis, transform.step, transform.zones, is_exact)
 
     def _numbers(self, table: Tensor, rows: Tensor, are_checked: bool = False) -> tuple[Tensor, Tensor]:
         transform = self.known

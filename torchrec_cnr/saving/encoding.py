@@ -30,8 +30,9 @@ from torchrec_cnr.quantization import (
     fused_bits,
     warm_up,
 )
-from torchrec_cnr.quantization.packed_rows import pack_rows
+from torchrec_cnr.quantization.packed_rows import pack_rows, pack_strips
 from torchrec_cnr.quantization.row_transform import RowTransform
+from torchrec_cnr.quantization.scheme import positions
 from torchrec_cnr.quantization.transform_coded import bytes_of_rows, has_drifted
 from torchrec_cnr.saving.staged_values import StagedCodes, is_quantized_first
 from torchrec_cnr.storage.pack_writer import BLOCK_BYTES, PackWriter
@@ -367,11 +368,11 @@ def _write(packs: PackWriter, sources: Sequence[EncodingInput], number: int, row
 
 def _write_codes(packs: PackWriter, source: EncodingInput, number: int, rows: Tensor, heat: int) -> tuple[int, int]:
     """Write one blob: the codes of rows, then the exact rows. Return its number and the number of exact rows."""
-    encoded, exact_values = _encode(source, rows) if source.codes is None else source.codes.encoded(rows)
     if isinstance(source.scheme, Transformed):
-        data = pack_rows(encoded.codes.cpu().view(torch.int16).numpy(), source.scheme.known)
-        data = with_exact_rows(data, encoded.exact.cpu().numpy(), _bytes(exact_values))
-        return packs.add(f"{source.name}/{number}", "uint8", data.shape, data, heat), len(encoded.exact)
+        data, exact, exact_values = _pack(source, source.scheme, rows)
+        data = with_exact_rows(data, exact.cpu().numpy(), _bytes(exact_values))
+        return packs.add(f"{source.name}/{number}", "uint8", data.shape, data, heat), len(exact)
+    encoded, exact_values = _encode(source, rows) if source.codes is None else source.codes.encoded(rows)
     data = _bytes(encoded.codes)
     if len(encoded.exact) == 0:
         return _add(packs, source, number, data, "uint8", tuple(encoded.codes.shape), heat), 0
@@ -390,14 +391,33 @@ def _add(
     return packs.add(f"{source.name}/{number}", dtype, shape, data, heat)
 
 
+def _pack(source: EncodingInput, scheme: Transformed, rows: Tensor) -> tuple[Bytes, Tensor, Tensor]:
+    """Return the bytes of rows as a transform codes them, the positions of exact rows, and the values of these."""
+    if source.codes is not None or source.device.type != "cpu":
+        encoded, exact_values = _encode(source, rows) if source.codes is None else source.codes.encoded(rows)
+        numbers = encoded.codes.cpu().view(torch.int16).numpy()
+        return pack_rows(numbers, scheme.known), encoded.exact, exact_values
+    table, rows = _table_and_rows(source, rows)
+    is_exact = np.zeros(len(rows), np.bool_)
+    data = pack_strips(len(rows), scheme.numbers_of(table, rows, is_exact), scheme.known)
+    exact = positions(torch.from_numpy(is_exact))
+    return data, exact, table.index_select(0, rows[exact])
+
+
 def _encode(source: EncodingInput, rows: Tensor) -> tuple[Encoded, Tensor]:
     """Return rows as the scheme encodes them, and the values of the rows that it cannot represent."""
+    table, rows = _table_and_rows(source, rows)
+    encoded = source.scheme.encode(table, rows)
+    return encoded, table.index_select(0, rows[encoded.exact.to(rows.device)])
+
+
+def _table_and_rows(source: EncodingInput, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a table whose rows are contiguous, [num_rows, num_cols], and the numbers of the rows in it."""
     table = source.table()
     if table is None:
         table = source.rows.index_select(0, rows).reshape(len(rows), -1)
         rows = torch.arange(len(rows), device=rows.device)
-    encoded = source.scheme.encode(table, rows)
-    return encoded, table.index_select(0, rows[encoded.exact.to(rows.device)])
+    return table, rows
 
 
 def _bytes(tensor: Tensor) -> Bytes:

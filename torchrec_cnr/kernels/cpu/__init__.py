@@ -70,21 +70,57 @@ def transform_rows(
     table: Tensor, rows: Tensor, basis: Floats, step: float, dead_zone: Floats, most_value: float
 ) -> tuple[Tensor, Tensor]:
     """Transform rows of a table; see ``kernels.transform_rows``."""
-    num_rows, num_cols = len(rows), table.shape[1]
-    numbers, is_exact = np.empty((num_rows, num_cols), np.int16), np.empty(num_rows, np.bool_)
+    numbers, is_exact = np.empty((len(rows), table.shape[1]), np.int16), np.empty(len(rows), np.bool_)
+    transform = _transforming(table, rows, basis, step, dead_zone, most_value, is_exact)
+    in_parallel(lambda start, stop: transform(start, stop, numbers[start:stop]), len(rows))
+    return torch.from_numpy(numbers), torch.from_numpy(is_exact)
+
+
+def rows_transformer(
+    table: Tensor,
+    rows: Tensor,
+    basis: Floats,
+    step: float,
+    dead_zone: Floats,
+    most_value: float,
+    is_exact: npt.NDArray[np.bool_],
+) -> Callable[[int, int], Numbers]:
+    """Return a function that transforms some of the rows; see ``kernels.rows_transformer``."""
+    transform = _transforming(table, rows, basis, step, dead_zone, most_value, is_exact)
+
+    def numbers_of(start: int, stop: int) -> Numbers:
+        numbers = np.empty((stop - start, table.shape[1]), np.int16)
+        transform(start, stop, numbers)
+        return numbers
+
+    return numbers_of
+
+
+def _transforming(
+    table: Tensor,
+    rows: Tensor,
+    basis: Floats,
+    step: float,
+    dead_zone: Floats,
+    most_value: float,
+    is_exact: npt.NDArray[np.bool_],
+) -> Callable[[int, int, Numbers], None]:
+    """Return a function that writes the components of the rows from one position to another."""
+    num_cols = table.shape[1]
     flat, stride, row_numbers = _flat(table), table.stride(0), rows.contiguous().numpy()
     by_column, width = PaddedBasis.of(basis.T.astype(np.float32)), -(-num_cols // LANES) * LANES
     zones = np.zeros(width, np.float32)
     zones[:num_cols] = dead_zone
     settings = (by_column, np.float32(1 / step), zones, np.float32(most_value))
 
-    def transform(start: int, stop: int) -> None:
-        kernel_rows, chunk = row_numbers[start:stop], numbers[start:stop].reshape(-1)
+    def transform(start: int, stop: int, numbers: Numbers) -> None:
         scratch = np.zeros(4 * width, np.float32), np.empty(4 * width, np.int32)
-        row_transform.forward(flat, stride, kernel_rows, num_cols, *settings, *scratch, chunk, is_exact[start:stop])
+        row_transform.forward(
+            *(flat, stride, row_numbers[start:stop], num_cols, *settings, *scratch),
+            *(numbers.reshape(-1), is_exact[start:stop]),
+        )
 
-    in_parallel(transform, num_rows)
-    return torch.from_numpy(numbers), torch.from_numpy(is_exact)
+    return transform
 
 
 def restore_rows(
