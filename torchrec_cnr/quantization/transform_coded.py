@@ -380,5 +380,5 @@ class _Sample:
         if transform.bits_per_value == 0:
             scheme = Transformed.by(replace(transform, bits_per_value=8 * row_bytes / num_cols))
         num_bytes = row_bytes + (part_bytes + least_bytes(self.num_rows)) / max(1, self.num_rows)
-        errors = row_errors(scheme, self.rows).numpy()[self.chosen]
+        errors = row_errors(scheme, self.rows, encoded).numpy()[self.chosen]
         return _Candidate(scheme, row_bytes, num_bytes, self.limit.may_hold(errors), self.limit.part_of(errors))

@@ -390,9 +390,9 @@ def mean_error(scheme: Scheme, rows: Tensor) -> float:
     return float(errors.norm(dim=1).mean()) if len(errors) else 0.0
 
 
-def row_errors(scheme: Scheme, rows: Tensor) -> Tensor:
-    """Return the l2 norm of each row's error, float64 [n]; 0 for exact rows."""
-    encoded = scheme.encode(rows)
+def row_errors(scheme: Scheme, rows: Tensor, encoded: Encoded | None = None) -> Tensor:
+    """Return the l2 norm of each row's error, float64 [n]; 0 for exact rows. ``encoded`` is all rows, if at hand."""
+    encoded = scheme.encode(rows) if encoded is None else encoded
     decoded = scheme.decode(encoded.codes, rows.shape[1], rows.dtype)
     errors: Tensor = (decoded.double() - rows.double()).norm(dim=1)
     errors[encoded.exact] = 0.0
