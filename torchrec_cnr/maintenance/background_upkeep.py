@@ -209,7 +209,8 @@ class Upkeep:
         with leased(checkpoint.store, "compact") as lease:
             store = replace(checkpoint.store, row_log=self._log, copies=self._copies)
             plan = plan_compaction(store, max_ratio=self._max_ratio, empties_log=True)
-            max_moved_bytes = round(MOVED_SHARE * plan.live_bytes)
+            # Each step looks at all row numbers, so a step of less than a data file would cost more than it copies.
+            max_moved_bytes = max(round(MOVED_SHARE * plan.live_bytes), self._pack_bytes)
             if plan.moved_bytes > max_moved_bytes:
                 plan = plan.restricted(max_moved_bytes)
             run_compaction(plan, lease, pack_bytes=self._pack_bytes, progress=partial(self._progress, "compact"))

@@ -352,7 +352,9 @@ class Copying:
     def _new_shards(self, fqn: str, entry: TensorEntry) -> Sequence[NewShard]:
         """Copy the live rows of a merged tensor from rewritten files into new shards."""
         pieces, cache = pieces_of(fqn, entry), BlobCache(self._reader)
-        targets = self._taken(fqn, entry, [piece for piece in pieces if self._plan.moves(piece)])
+        moved = [index for index, piece in enumerate(pieces) if self._plan.moves(piece)]
+        targets = self._taken(fqn, entry, [pieces[index] for index in moved])
+        pieces = pieces[min(moved, default=0) :]  # older ones overwrite nothing of these
         new_shards = list(dict.fromkeys(targets.values()))
         num_parts = len({shard.box.offsets[1:] for shard in new_shards})  # of a row, if shards divide the columns
         for window in windows(self._plan.merged.row_space(entry), num_parts) if new_shards else ():

@@ -245,7 +245,9 @@ class PackUse:
 def survey(
     newest: Checkpoint, merged: MergedChain, reader: PackReader, is_filled: bool
 ) -> tuple[dict[str, int], frozenset[tuple[str, int]]]:
-    """Count live rows, window by window. Arguments and errors are as for :func:`live_rows`.
+    """Count live rows, window by window: once for a table and its row-wise state, which are stored together.
+
+    Arguments and errors are as for :func:`live_rows`.
 
     Returns:
         The number of live rows of each piece of the merged tensors, by its key. And the shards, by FQN and index, with
@@ -253,17 +255,32 @@ def survey(
     """
     num_live: dict[str, int] = {}
     partly_dead: set[tuple[str, int]] = set()
+    surveyed: dict[object, tuple[dict[int, int], set[int]]] = {}  # of tensors whose rows were stored together
     for fqn, entry in merged.tensors.items():
         if entry.folded is None or 0 in entry.size:
             continue
-        pieces = pieces_of(fqn, entry)
-        num_live |= {piece.key: 0 for piece in pieces}
-        for window in windows(merged.row_space(entry)):
-            for live in live_rows(pieces, window, reader, f"{newest.store.url}: tensor {fqn!r}", is_filled):
-                num_live[live.piece.key] += len(live.rows)
-                if live.is_partial:
-                    partly_dead.add((fqn, live.piece.shard))
+        pieces, size = pieces_of(fqn, entry), merged.row_space(entry)
+        kind = (size, tuple((piece.shard, piece.place, piece.rows) for piece in pieces))
+        if kind not in surveyed:
+            surveyed[kind] = _survey(pieces, size, reader, f"{newest.store.url}: tensor {fqn!r}", is_filled)
+        counts, partly_dead_shards = surveyed[kind]
+        num_live |= {piece.key: counts[index] for index, piece in enumerate(pieces)}
+        partly_dead |= {(fqn, shard) for shard in partly_dead_shards}
     return num_live, frozenset(partly_dead)
+
+
+def _survey(
+    pieces: Sequence[Piece], size: tuple[int, ...], reader: PackReader, where: str, is_filled: bool
+) -> tuple[dict[int, int], set[int]]:
+    """Return the number of live rows of each piece of a tensor, and the indices of its partly dead shards."""
+    counts, partly_dead_shards = dict.fromkeys(range(len(pieces)), 0), set()
+    indices = {piece: index for index, piece in enumerate(pieces)}
+    for window in windows(size):
+        for live in live_rows(pieces, window, reader, where, is_filled):
+            counts[indices[live.piece]] += len(live.rows)
+            if live.is_partial:
+                partly_dead_shards.add(live.piece.shard)
+    return counts, partly_dead_shards
 
 
 def live_transforms(merged: MergedChain, num_live: Mapping[str, int]) -> dict[Blob, str]:
