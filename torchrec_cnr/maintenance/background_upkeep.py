@@ -33,7 +33,7 @@ from torchrec_cnr.storage.store import Store
 
 MOVED_SHARE = 0.1  # share of the live bytes that one step of a compaction copies
 
-_WORK_SHARE = 0.1  # of the time: training needs the core if a job saves every second
+_WORK_SHARE = 0.05  # of the time: training needs the core if a job saves every second
 _MOST_REST_SECS = 10.0
 
 logger = logging.getLogger(__name__)
