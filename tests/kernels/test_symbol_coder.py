@@ -27,11 +27,14 @@ def even_classes() -> npt.NDArray[np.uint16]:
 
 
 @given(
-    num_rows=st.integers(0, 40), num_cols=st.integers(1, 40), first_class=st.integers(0, 40), seed=st.integers(0, 2**32)
+    num_rows=st.integers(0, 40),
+    num_cols=st.integers(1, 200),
+    first_class=st.integers(0, 40),
+    seed=st.integers(0, 2**32),
 )
 @settings(deadline=None)
 def test_numbers_come_back(num_rows: int, num_cols: int, first_class: int, seed: int) -> None:
-    """Of all sizes, by tables that do not fit them, and for any number of rows."""
+    """Of all sizes, by tables that do not fit them, for any number of rows, and for more columns than a chunk has."""
     random = np.random.default_rng(seed)
     numbers = some_numbers(random, num_rows, num_cols)
     choices = random.integers(0, NUM_TABLES, (NUM_CLASSES, num_cols)).astype(np.uint8)
