@@ -184,7 +184,7 @@ def rows_transformer(
     step: float,
     dead_zone: cpu.Floats,
     is_exact: npt.NDArray[np.bool_],
-) -> Callable[[int, int], cpu.Numbers]:
+) -> Callable[[int, int, cpu.Numbers], None]:
     """Return a function that computes the components of some of the rows of a table in host memory.
 
     It runs in the thread that calls it, and may be called in several at once.
@@ -194,7 +194,8 @@ def rows_transformer(
         is_exact: bool [n], in which the function writes which rows components cannot represent.
 
     Returns:
-        A function of two positions in ``rows``, that returns the components from one to the other.
+        A function of two positions in ``rows`` and of int16 [stop - start, num_cols], to which it writes the components
+        of the rows from one to the other.
 
     Raises:
         ConfigurationError: As for ``transform_rows``.

@@ -144,8 +144,15 @@ class Transformed(RowCodes):
             A function of two positions in ``rows``, that returns the numbers from one to the other, int16
             [stop - start, num_cols].
         """
-        transform = self.known
-        return kernels.rows_transformer(table, rows, transform.wide_basis, transform.step, transform.zones, is_exact)
+        known = self.known
+        transform = kernels.rows_transformer(table, rows, known.wide_basis, known.step, known.zones, is_exact)
+
+        def numbers_of(start: int, stop: int) -> Numbers:
+            numbers = np.empty((stop - start, table.shape[1]), np.int16)
+            transform(start, stop, numbers)
+            return numbers
+
+        return numbers_of
 
     def _numbers(self, table: Tensor, rows: Tensor, are_checked: bool = False) -> tuple[Tensor, Tensor]:
         transform = self.known

@@ -71,7 +71,7 @@ def transform_rows(
 ) -> tuple[Tensor, Tensor]:
     """Transform rows of a table; see ``kernels.transform_rows``."""
     numbers, is_exact = np.empty((len(rows), table.shape[1]), np.int16), np.empty(len(rows), np.bool_)
-    transform = _transforming(table, rows, basis, step, dead_zone, most_value, is_exact)
+    transform = rows_transformer(table, rows, basis, step, dead_zone, most_value, is_exact)
     in_parallel(lambda start, stop: transform(start, stop, numbers[start:stop]), len(rows))
     return torch.from_numpy(numbers), torch.from_numpy(is_exact)
 
@@ -84,28 +84,8 @@ def rows_transformer(
     dead_zone: Floats,
     most_value: float,
     is_exact: npt.NDArray[np.bool_],
-) -> Callable[[int, int], Numbers]:
-    """Return a function that transforms some of the rows; see ``kernels.rows_transformer``."""
-    transform = _transforming(table, rows, basis, step, dead_zone, most_value, is_exact)
-
-    def numbers_of(start: int, stop: int) -> Numbers:
-        numbers = np.empty((stop - start, table.shape[1]), np.int16)
-        transform(start, stop, numbers)
-        return numbers
-
-    return numbers_of
-
-
-def _transforming(
-    table: Tensor,
-    rows: Tensor,
-    basis: Floats,
-    step: float,
-    dead_zone: Floats,
-    most_value: float,
-    is_exact: npt.NDArray[np.bool_],
 ) -> Callable[[int, int, Numbers], None]:
-    """Return a function that writes the components of the rows from one position to another."""
+    """Return a function that transforms some of the rows; see ``kernels.rows_transformer``."""
     num_cols = table.shape[1]
     flat, stride, row_numbers = _flat(table), table.stride(0), rows.contiguous().numpy()
     by_column, width = PaddedBasis.of(basis.T.astype(np.float32)), -(-num_cols // LANES) * LANES
