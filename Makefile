@@ -24,9 +24,11 @@ $(STAMP): requirements/cpu.txt requirements/cpu-nodeps.txt pyproject.toml
 	@echo "making .venv with $(PYTHON) from requirements/ (once; needs a minute or two)"
 	@rm -rf .venv
 	@$(PYTHON) -m venv .venv
-	$(PIP_INSTALL) -r requirements/cpu.txt
-	$(PIP_INSTALL) --no-deps -r requirements/cpu-nodeps.txt
+	$(PIP_INSTALL) --no-compile -r requirements/cpu.txt
+	$(PIP_INSTALL) --no-compile --no-deps -r requirements/cpu-nodeps.txt
 	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+	@# On all cores, which pip does not use. It fails for the files of other versions of Python that some packages have.
+	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 	@touch $@
 
 demo: .venv ## run the demonstration

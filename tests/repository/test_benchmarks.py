@@ -42,6 +42,7 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
 # save, compaction, and what is made for GPUs.
 SLOW = (
     "compaction",
+    "movement",
     "growth",
     "every-second",
     "local-copies",
@@ -52,6 +53,7 @@ SLOW = (
     "cost",
     "integrity",
     "training",
+    "transforms",
     "transform-accuracy",
     "transform-memory",
     "transform-saves",
