@@ -26,6 +26,7 @@ from benchmarks.support.data import clicks as clicks_module
 from benchmarks.support.data.click_model import ADAGRAD_EPSILON, TABLE_LEARNING_RATE, ClickModel, labels, update_rows
 from benchmarks.support.data.clicks import BATCH_CLICKS, Batch, Clicks, Lookup, batches, read_clicks
 from benchmarks.support.data.tiled_rows import NOISE, tiled
+from benchmarks.support.jobs.policy_runs import FIRST_SHARE, least_written
 from benchmarks.support.jobs.restored_runs import (
     Restores,
     auc_of,
@@ -352,3 +353,12 @@ def test_rows_without_structure_count_as_uniform_codes() -> None:
     tally = TransformedRows(4).store(torch.full((100, 64), 0.5), torch.arange(100))
     assert tally.bits == 4 + 32 / 64
     assert (tally.num_bases, tally.error) == (0, 1.0)
+
+
+def test_a_perfect_compaction_writes_between_a_delta_and_a_full_checkpoint() -> None:
+    """Without dead rows it rewrites everything, with any number of them only what was modified."""
+    written = [least_written(share) for share in (0.0, 0.05, 0.1, 0.2, 1e6)]
+    assert written == sorted(written, reverse=True)
+    assert written[0] == pytest.approx(1.0)
+    assert written[-1] == pytest.approx(FIRST_SHARE, rel=0.02)
+    assert 0.35 < least_written(0.1) < 0.39  # found by simulation of such a compaction: 0.36

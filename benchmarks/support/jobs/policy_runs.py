@@ -90,11 +90,38 @@ class Step:
 def modified_rows(num_rows: int, num_checkpoints: int) -> Iterator[Mask]:
     """Yield masks of the rows that each interval modifies, bool [num_rows]; each call yields the same masks."""
     generator = np.random.default_rng(0)
-    fastest = math.exp(FIRST_SHARE / GROWTH - EULER_GAMMA)
-    rates = fastest * np.exp(-(np.arange(num_rows) + 0.5) / num_rows / GROWTH)
-    chances = generator.permutation(-np.expm1(-rates))
+    chances = generator.permutation(_chances(num_rows))
     for _ in range(num_checkpoints):
         yield generator.random(num_rows) < chances
+
+
+def _chances(num_rows: int) -> NDArray[np.float64]:
+    """Return the probability of each row that an interval modifies it, float64 [num_rows], decreasing."""
+    fastest = math.exp(FIRST_SHARE / GROWTH - EULER_GAMMA)
+    return -np.expm1(-fastest * np.exp(-(np.arange(num_rows) + 0.5) / num_rows / GROWTH))
+
+
+def least_written(dead_share: float) -> float:
+    """Return about what a perfect compaction would write for each checkpoint, as a share of a full one.
+
+    It would know the probability of each row, and store rows of equal probability in files of their own. A row modified
+    with probability p is rewritten after n intervals without a change, so p / (1 - (1 - p)^n) of it is written for each
+    checkpoint, and n times as much is kept. The best n for each p are those that share one price of kept bytes.
+
+    Args:
+        dead_share: The bytes of dead rows that it may keep, as a share of those of live ones.
+    """
+    chances = _chances(2_000)[:, None]
+    intervals = np.unique(np.geomspace(1, 10_000, 400).round())
+    written = chances / -np.expm1(intervals * np.log1p(-chances))
+    dead = intervals * written - 1
+    cheapest, dearest = 1e-6, 1e6
+    for _ in range(50):
+        price = math.sqrt(cheapest * dearest)
+        best = np.argmin(written + price * dead, axis=1)[:, None]
+        is_enough = np.take_along_axis(dead, best, 1).mean() <= dead_share
+        cheapest, dearest = (cheapest, price) if is_enough else (price, dearest)
+    return float(np.take_along_axis(written, best, 1).mean())
 
 
 def saved(
