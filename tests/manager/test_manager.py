@@ -20,7 +20,7 @@ from torchrec_cnr.errors import StoreError
 from torchrec_cnr.lineage.checkpoint import read_lineage
 from torchrec_cnr.maintenance.background_upkeep import Upkeep
 from torchrec_cnr.maintenance.catalog import read_catalog
-from torchrec_cnr.manager.schedule import Schedule
+from torchrec_cnr.manager.schedule import Facts, Schedule
 from torchrec_cnr.storage.store import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -110,17 +110,17 @@ def test_time_is_asked_for_at_few_steps() -> None:
     """Every so many seconds: about when they are over, and with few questions to the other ranks."""
     asked = []
 
-    def share(value: int) -> int:
-        asked.append(value)
-        return value
+    def begin(numbers: Sequence[int]) -> Callable[[], Sequence[int]]:
+        asked.append(numbers)
+        return lambda: numbers
 
-    due, saves = Schedule(None, 0.25, share), []
+    due, saves = Schedule(None, 0.25, begin), []
     started = time.monotonic()
     number = 0
     while time.monotonic() - started < 1.1:
         number += 1
         time.sleep(0.001)
-        if due(number):
+        if due(number, Facts()) is not None:
             saves.append(time.monotonic() - started)
             due.saved(number)
     assert 2 <= len(saves) <= 4, saves

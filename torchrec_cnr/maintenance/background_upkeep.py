@@ -57,6 +57,7 @@ class Upkeep:
 
     Attributes:
         num_errors: Number of times that maintenance has failed.
+        has_found_damage: Whether the newest checkpoint was found to be corrupt.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Upkeep:
         self._waiting: str | None = None
         self._is_working = False
         self.num_errors = 0
-        self._has_found_damage = False
+        self.has_found_damage = False
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
@@ -153,7 +154,7 @@ class Upkeep:
         try:
             self._compact(checkpoint)
         except DamagedError:
-            self._has_found_damage = True
+            self.has_found_damage = True
             logger.error(
                 "%s cannot be restored, nor can a delta of it: the next save is a baseline", checkpoint.store.url
             )
@@ -170,11 +171,6 @@ class Upkeep:
         """Whether all that was committed is compacted and pruned, or has failed."""
         with self._changed:
             return self._waiting is None and not self._is_working
-
-    def take_damage(self) -> bool:
-        """Return whether a newest checkpoint was found to be corrupt since the last call."""
-        found, self._has_found_damage = self._has_found_damage, False
-        return found
 
     def _passed_over(self) -> list[Checkpoint]:
         """Return the deltas that retention rules select, newest first."""

@@ -1,7 +1,10 @@
-"""The settings of a manager's background saves and compaction."""
+"""The settings of a manager's background saves and compaction, and a save that runs in the background."""
 
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torchrec_cnr.arguments import check_choice, check_count, check_positive, check_type
 from torchrec_cnr.human_text import given_text
@@ -64,3 +67,45 @@ class Background:
 def check_background(background: object) -> None:
     """Raise a ``ConfigurationError`` if ``background`` is neither a ``Background`` nor None."""
     check_type("background", background, (Background, type(None)), "a Background, such as Background(cpu_share=0.5)")
+
+
+class BackgroundSave:
+    """A save that runs in the background.
+
+    Args:
+        step: Its step.
+        future: Its result.
+        began: When training began to wait for it, as ``time.monotonic`` says. It waits no longer.
+        started: When the save before it had ended.
+        at_end: Called in the thread of the save when it has ended. It must not raise.
+
+    Attributes:
+        step: Its step.
+        future: Its result.
+        stall_secs: For how long training waited for it.
+    """
+
+    def __init__(
+        self, step: int, future: Future[Any], began: float, started: float, at_end: Callable[[], None]
+    ) -> None:
+        self.step = step
+        self.future = future
+        self.stall_secs = time.monotonic() - began
+        self._started = started
+        self._ended: float | None = None
+        self._at_end = at_end
+        future.add_done_callback(self._end)
+
+    def _end(self, future: Future[Any]) -> None:
+        self._ended = time.monotonic()
+        self._at_end()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended yet."""
+        return not self.future.done()
+
+    @property
+    def secs(self) -> float:
+        """The seconds from its start to its end."""
+        return (self._ended or time.monotonic()) - self._started

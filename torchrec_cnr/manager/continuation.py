@@ -21,6 +21,7 @@ from torchrec_cnr.lineage.latest import newest_first
 from torchrec_cnr.maintenance.background_upkeep import Upkeep
 from torchrec_cnr.manager.ranks import RunRanks
 from torchrec_cnr.manager.restore import NAME
+from torchrec_cnr.manager.schedule import Facts
 from torchrec_cnr.progress import Saved, SavePhases
 from torchrec_cnr.saving.plug_in_messages import CommittedSize, SaveMetadata
 from torchrec_cnr.storage.leases import Lease
@@ -96,6 +97,18 @@ class Continuation:
             return error
         return CommittedSize.of(checkpoint.committed, checkpoint.manifest_bytes)
 
+    def read_ahead(self, step: int) -> None:
+        """Read the manifest that a save may have committed. The next save, for which training waits, needs it.
+
+        Rank 0 has committed it, and so need not.
+        """
+        if self._ranks.rank == 0 or self.root.row_log is not None:
+            return
+        try:
+            read_checkpoint(replace(self.root, path=Store.open(self.path(step)).path))
+        except CNRError as error:
+            logger.debug("step %d: not read ahead: %s", step, error)
+
     def restored(self, step: int, chosen: str | None) -> None:
         """Continue from the checkpoint of a step that was loaded; ``chosen`` is its path if it was loaded by name.
 
@@ -137,10 +150,12 @@ class Continuation:
         if any(Store.open(path).at("..").url != self.root.url for path in paths):
             self._tracker.forget()
 
-    def leave_corrupt(self, upkeep: Upkeep | None) -> None:
+    def leave_corrupt(self, agreed: Facts, upkeep: Upkeep | None) -> None:
         """Forget the latest checkpoint if maintenance, on rank 0, has found that it cannot be restored."""
-        if self._ranks.any(upkeep is not None and upkeep.take_damage()):
+        if agreed.is_corrupt:
             self._tracker.forget()
+            if upkeep is not None:
+                upkeep.has_found_damage = False
 
     def release(self) -> None:
         """End the protection of the checkpoint that was loaded: a save is committed, or the run ends."""

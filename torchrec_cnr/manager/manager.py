@@ -23,7 +23,7 @@ from torchrec_cnr.human_text import url_text
 from torchrec_cnr.loading.load_report import LoadReport
 from torchrec_cnr.maintenance.background_upkeep import Upkeep
 from torchrec_cnr.maintenance.pruning.retention import Keep, check_keep
-from torchrec_cnr.manager.background import Background, check_background
+from torchrec_cnr.manager.background import Background, BackgroundSave, check_background
 from torchrec_cnr.manager.callbacks import Callbacks
 from torchrec_cnr.manager.continuation import Continuation
 from torchrec_cnr.manager.local_checkpoints import LocalCheckpoints, LocalRun, NoLocalRun, check_local_checkpoints
@@ -31,7 +31,7 @@ from torchrec_cnr.manager.open_roots import open_roots
 from torchrec_cnr.manager.preemption import Preemption, StopAgreement, check_preemption
 from torchrec_cnr.manager.ranks import RunRanks
 from torchrec_cnr.manager.restore import check_choice, check_state, path_of_step, restore_newest, step_of, target_of
-from torchrec_cnr.manager.schedule import Schedule
+from torchrec_cnr.manager.schedule import Facts, Schedule
 from torchrec_cnr.manager.unused_copies import UnusedCopies
 from torchrec_cnr.policies import Compacted, OneShot, Policy, check_policy
 from torchrec_cnr.progress import Saved
@@ -93,7 +93,7 @@ class CheckpointManager:
     """
 
     report: LoadReport | None = None
-    _in_flight: tuple[int, float, float, list[float], Future[Any]] | None = None
+    _in_flight: BackgroundSave | None = None
     _upkeep: Upkeep | None = None
 
     def __init__(
@@ -148,7 +148,7 @@ class CheckpointManager:
         same: dict[str, object] = {"every_steps": every_steps, "every_secs": every_secs, "num_retries": num_retries}
         same |= {"timeout_secs": timeout_secs, "when_busy": background.when_busy, "preemption": preemption}
         self._ranks.refuse_different(same, at_failure=lambda: open_roots.leave(self._root, self))
-        self._due.share = self._ranks.decide
+        self._due.begin, self._due.is_coordinator = self._ranks.begin_max, self._ranks.rank == 0
         self._stop = StopAgreement(preemption, self._ranks)
         if self._ranks.rank == 0:
             what, progress = background.compaction(policy), self._callbacks.progress
@@ -193,32 +193,36 @@ class CheckpointManager:
         self._check_save(step, state)
         must_stop = self._stop.reach()
         self._local.save(step, state)
-        return self._save_with_retries(step, state) if must_stop or force or self._due(step) else None
+        agreed = self._due(step, self._facts(), force or must_stop)
+        return None if agreed is None else self._save_with_retries(step, state, agreed)
+
+    def _facts(self) -> Facts:
+        is_busy = self._in_flight is not None and self._in_flight.is_running
+        return Facts(is_busy, is_corrupt=self._upkeep is not None and self._upkeep.has_found_damage)
 
     def _check_save(self, step: int, state: StateSource) -> None:
         self._ranks.check_open()
         check_state(state, step)
 
-    def _save_with_retries(self, step: int, state: StateSource) -> Saved:
+    def _save_with_retries(self, step: int, state: StateSource, agreed: Facts) -> Saved:
         self._wait_before_save(step)
         num_retries = 0
         while True:
-            started = time.monotonic()
+            started, metadata = time.monotonic(), None
             try:
                 with telemetry.failures_of_saves(), self._ranks.explaining():
-                    metadata = self._save(save, step, state)
+                    metadata = self._save(save, step, state, agreed)
             except CheckpointException as error:
-                if num_retries > 0 and self._continuation.is_committed(step, error):
-                    secs = time.monotonic() - started
-                    return self._finish(step, None, secs, secs, num_retries)
-                failures = {rank: failure for rank, (failure, _) in error.failures.items()}
-                if num_retries == self._num_retries or any(not isinstance(f, StoreError) for f in failures.values()):
-                    raise
-                num_retries += 1
-                logger.warning("step %d: the save failed and is retried: %s", step, failures)
-            else:
-                secs = time.monotonic() - started
-                return self._finish(step, metadata, secs, secs, num_retries)
+                if num_retries == 0 or not self._continuation.is_committed(step, error):
+                    failures = {rank: failure for rank, (failure, _) in error.failures.items()}
+                    is_final = any(not isinstance(failure, StoreError) for failure in failures.values())
+                    if is_final or num_retries == self._num_retries:
+                        raise
+                    num_retries += 1
+                    logger.warning("step %d: the save failed and is retried: %s", step, failures)
+                    continue
+            secs = time.monotonic() - started
+            return self._finish(step, metadata, secs, secs, num_retries)
 
     def async_save(self, step: int, state: StateSource, *, force: bool = False) -> Future[Any] | None:
         """Copy the modified rows and other state if a checkpoint is due, and save the copy in the background.
@@ -236,31 +240,31 @@ class CheckpointManager:
             CheckpointException, SaveError: The previous save failed, or is still running and ``when_busy`` is "fail".
         """
         self._check_save(step, state)
-        if self._stop.reach():  # nothing may be left to do in the background, as this process will be killed
+        must_stop = self._stop.reach()
+        agreed = self._due(step, self._facts(), force or must_stop)
+        if must_stop and agreed is not None:  # this process will be killed, so nothing may be left in the background
             done = Future[Any]()
-            done.set_result(self._save_with_retries(step, state))
+            done.set_result(self._save_with_retries(step, state, agreed))
             return done
         self._local.async_save(step, state)
-        if not (force or self._due(step)):
+        if agreed is None:
             return None
-        is_busy = self._in_flight is not None and not self._in_flight[-1].done()
-        if self._when_busy != "wait" and self._ranks.any(is_busy):
+        if self._when_busy != "wait" and agreed.is_busy:
             if self._when_busy == "skip":
                 return None
             raise SaveError(f"step {step}: the previous save is still running; a later save includes all rows")
         began = time.monotonic()
         self._wait()
-        started, ended = time.monotonic(), list[float]()
-        future: Future[Any] = self._save(async_save, step, state)
-        future.add_done_callback(lambda _: ended.append(time.monotonic()))
-        self._in_flight = (step, started, time.monotonic() - began, ended, future)
+        started = time.monotonic()
+        future: Future[Any] = self._save(async_save, step, state, agreed)
+        self._in_flight = BackgroundSave(step, future, began, started, partial(self._continuation.read_ahead, step))
         self._due.saved(step)
         return future
 
-    def _save(self, save_function: Callable[..., Any], step: int, state: StateSource) -> Any:
+    def _save(self, save_function: Callable[..., Any], step: int, state: StateSource, agreed: Facts) -> Any:
         self._settle_last_save()
         self._continuation.leave_other_roots()
-        self._continuation.leave_corrupt(self._upkeep)
+        self._continuation.leave_corrupt(agreed, self._upkeep)
         self._continuation.abandon_newer()
         source = state() if callable(state) else state
         check_type("state", source, Mapping, "a mapping, or a function that returns one")
@@ -301,16 +305,15 @@ class CheckpointManager:
 
     def _wait(self) -> Saved | None:
         """Wait for the background save of this root."""
-        if self._in_flight is None:
+        ending, self._in_flight = self._in_flight, None
+        if ending is None:
             return None
-        step, started, stall_secs, ended, future = self._in_flight
-        self._in_flight = None
         try:
             with telemetry.failures_of_saves(), self._ranks.explaining():
-                metadata = future.result()
+                metadata = ending.future.result()
+            return self._finish(ending.step, metadata, ending.stall_secs, ending.secs, 0)
         finally:
-            del future  # an error would refer to itself by it
-        return self._finish(step, metadata, stall_secs, (ended or [time.monotonic()])[0] - started, 0)
+            del ending  # an error would refer to itself by it
 
     def _finish(
         self, step: int, metadata: SaveMetadata | None, stall_secs: float, secs: float, num_retries: int

@@ -8,7 +8,7 @@ job of long steps, or with little time, may read it at once.
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -33,7 +33,7 @@ class Preemption:
         exit_status: ``CheckpointManager.exit_status`` of a job that stops. It must not be 0, which
             schedulers read as success. The default is what a shell reports of a process that SIGTERM has ended.
         overlap: Whether the ranks agree during the next step, which takes no time, but delays the save by one step.
-            Otherwise each step ends with an all-reduce of one byte, for which it waits.
+            Otherwise each step ends with an all-reduce of one number, for which it waits.
 
     Raises:
         ConfigurationError: A value is no signal that a process can handle, or no exit status from 1 to 255.
@@ -141,7 +141,7 @@ class StopAgreement:
         self._preemption = preemption
         self._ranks = ranks
         self._signals = Signals(preemption.signals if preemption is not None else ())
-        self._answer: Callable[[], bool] | None = None
+        self._answer: Callable[[], Sequence[int]] | None = None
         self.is_reached = False
 
     @property
@@ -152,9 +152,9 @@ class StopAgreement:
         """Return whether all ranks agree to stop at this step, which is so once. All ranks call this at each step."""
         if self._preemption is None or self.is_reached:
             return False
-        begun = self._ranks.begin_any(self._signals.were_received)
+        begun = self._ranks.begin_max([self._signals.were_received])
         answer, self._answer = (self._answer, begun) if self._preemption.overlap else (begun, None)
-        self.is_reached = answer is not None and answer()
+        self.is_reached = answer is not None and answer()[0] > 0
         return self.is_reached
 
     def close(self) -> None:

@@ -142,16 +142,17 @@ class RunRanks:
         """Return whether ``is_so`` is true on any rank."""
         return any(self._gathered(is_so))
 
-    def begin_any(self, is_so: bool) -> Callable[[], bool]:
-        """Begin to find out whether ``is_so`` is true on any rank. Return a function that waits for the answer."""
+    def begin_max(self, numbers: Sequence[int]) -> Callable[[], Sequence[int]]:
+        """Begin to find the largest of each number of all ranks. Return a function that waits for the result."""
         if self._deciding is None:
-            return lambda: is_so
-        flag = torch.tensor([is_so], dtype=torch.uint8, device="cpu")
-        work = dist.all_reduce(flag, dist.ReduceOp.MAX, self._deciding, async_op=True)
+            return lambda: numbers
+        values = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        work = dist.all_reduce(values, dist.ReduceOp.MAX, self._deciding, async_op=True)
 
-        def answer() -> bool:
+        def answer() -> Sequence[int]:
             work.wait()
-            return bool(flag)
+            largest: list[int] = values.tolist()
+            return largest
 
         return answer
 
