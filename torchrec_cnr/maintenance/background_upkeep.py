@@ -33,8 +33,8 @@ from torchrec_cnr.storage.store import Store
 
 MOVED_SHARE = 0.1  # share of the live bytes that one step of a compaction copies
 
-_WORK_SHARE = 0.05  # of the time: training needs the core if a job saves every second
-_MOST_REST_SECS = 10.0
+_WORK_SHARE = 0.025  # of the time: training needs the core if a job saves every second
+_MOST_REST_SECS = 20.0
 
 logger = logging.getLogger(__name__)
 

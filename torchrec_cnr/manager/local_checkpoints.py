@@ -31,6 +31,7 @@ from torchrec_cnr.manager.background import Background
 from torchrec_cnr.manager.continuation import Continuation
 from torchrec_cnr.manager.ranks import RunRanks
 from torchrec_cnr.manager.restore import NAME, claimed
+from torchrec_cnr.policies import Compacted
 from torchrec_cnr.progress import Saved
 from torchrec_cnr.quantization import Quantization
 from torchrec_cnr.storage import fences
@@ -41,6 +42,7 @@ from torchrec_cnr.tracking.tracked_tables import TrackedRows
 
 logger = logging.getLogger(__name__)
 
+_MAX_RATIO = 2.0  # a fast disk reads that much, and compactions copy a tenth of what they would with the default
 _MAX_RECORD_BYTES = 1 << 16
 _MAX_STEPS = 1000  # from one failed attempt to begin to the next
 _OLD_SECS = 3600.0  # after which a temporary file belongs to no running process
@@ -222,6 +224,7 @@ class LocalRun:
         """Return the local checkpoints that a user has asked for, with a fork of the tracker."""
         make_here = partial(
             make,
+            policy=Compacted(max_ratio=_MAX_RATIO),
             quantization=given.quantization,
             every_steps=given.every_steps,
             every_secs=given.every_secs,

@@ -23,7 +23,7 @@ from torchrec_cnr.errors import ConfigurationError, SaveError
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Head, committed
 from torchrec_cnr.lineage.recent import recent_checkpoints
-from torchrec_cnr.policies import Compacted, Policy, Since
+from torchrec_cnr.policies import Policy, Since, separates_heat
 from torchrec_cnr.saving.running_saves import RunningSave
 from torchrec_cnr.saving.sinks import FILES, Captured, RowDestination
 from torchrec_cnr.saving.staged_values import StagedValue
@@ -163,7 +163,7 @@ class Cut:
 
     def is_by_heat(self, since: Since) -> bool:
         """Return whether rows of different heat are stored separately."""
-        return isinstance(self.policy, Compacted) and since is Since.HEAD
+        return separates_heat(self.policy) and since is Since.HEAD
 
 
 _States = Mapping[ShardKey, ReferenceType[Tensor]]
@@ -351,7 +351,7 @@ class Cuts:
         if checkpoint is not None:
             head = self._head_of(checkpoint)
             self._is_baseline_due = self._has_lost_baseline(last_save, checkpoint)
-            self.tracker.commit(head, has_heat=isinstance(last_save.policy, Compacted))
+            self.tracker.commit(head, has_heat=separates_heat(last_save.policy))
             if len(head.lineage) == 1:
                 self._states[Since.BASELINE] = last_save.states
             self._states[Since.HEAD], self._head = last_save.states, head

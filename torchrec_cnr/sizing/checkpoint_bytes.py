@@ -7,7 +7,7 @@ not counted: together they are less than a thousandth of a checkpoint of some gi
 import math
 from dataclasses import dataclass, replace
 
-from torchrec_cnr.policies import Compacted
+from torchrec_cnr.policies import separates_heat
 from torchrec_cnr.quantization import AdaptiveAsymmetric, Asymmetric, Scheme, Symmetric
 from torchrec_cnr.sizing.inputs import DTYPE, Sizing, Table
 from torchrec_cnr.storage.pack_writer import BLOCK_BYTES, PACK_BYTES
@@ -110,7 +110,7 @@ def num_files(sizing: Sizing, share: float | None = None) -> int:
     """
     stored = 1.0 if share is None else share
     # Rows of different heat are in different files.
-    num_partial = MAX_HEAT if share is not None and isinstance(sizing.policy, Compacted) else 0
+    num_partial = MAX_HEAT if share is not None and separates_heat(sizing.policy) else 0
     full = sum(stored * table.num_rows / _file_rows(sizing, table) for table in sizing.tables)
     return sizing.num_ranks * (math.ceil(full / sizing.num_ranks) + num_partial)
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchrec_cnr.policies import Compacted
+from torchrec_cnr.policies import separates_heat
 from torchrec_cnr.saving.staged_values import SLACK, has_kernel
 from torchrec_cnr.saving.staging import STAGING_BYTES
 from torchrec_cnr.sizing.inputs import DTYPE, Sizing
@@ -52,7 +52,7 @@ def rank_memory(sizing: Sizing, largest_share: float) -> RankMemory:
         sizing: The model.
         largest_share: The share of the rows that the largest delta contains; 0 if there are no deltas.
     """
-    has_heat = isinstance(sizing.policy, Compacted)
+    has_heat = separates_heat(sizing.policy)
     row_bytes = _tracker_row_bytes(sizing.is_on_gpu, has_heat)
     staged_bytes = _staged_bytes(sizing)
     baseline = _buffer_bytes(staged_bytes)

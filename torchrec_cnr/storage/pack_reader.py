@@ -21,6 +21,7 @@ _SPAN_BYTES = 16 << 20
 _SPAN_GAP_BYTES = 256 << 10
 _GAP_DIVISOR = 8  # the gaps of a span may have this fraction of its wanted bytes: one eighth
 _FREE_GAP_BYTES = 4 << 10
+_QUICK_BYTES = 1 << 20  # of local files: to hand them to threads takes longer than to read them
 # A header is always checked if at least a half of the pack's blobs is wanted, or 16 times the bytes of the header.
 _MOST_PART, _HEADER_PART = 2, 16
 
@@ -109,6 +110,8 @@ def read_spans(
 ) -> Iterator[tuple[str, Bytes]]:
     """Read spans, a few ahead of the caller, and yield each blob's key and verified bytes.
 
+    A single span, and a few small ones of local files, are read in this thread.
+
     Args:
         store: Store of the checkpoint.
         packs: The checkpoint's packs.
@@ -120,6 +123,11 @@ def read_spans(
         DamagedError: A pack is missing, truncated or altered.
         StoreError: A pack cannot be read for another reason.
     """
+    is_quick = store.is_local and sum(span.stop - span.start for span in spans) <= _QUICK_BYTES
+    if len(spans) == 1 or (is_quick and all(packs[span.pack].log is None for span in spans)):
+        for span in spans:
+            yield from _read_span(store, packs[span.pack], span, prepare)
+        return
     with ThreadPoolExecutor(thread_count, thread_name_prefix="cnr-read") as threads:
         waiting = deque(spans)
         futures: deque[Future[list[tuple[str, Bytes]]]] = deque()
