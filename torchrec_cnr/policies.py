@@ -28,7 +28,7 @@ class Since(Enum):
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 # Deltas store row numbers, which a full checkpoint does not need. With these, a restore reads 1.2 × a full checkpoint.
 MAX_RATIO = 1.16
-_RATIO_WITHOUT_HEAT = 2.0  # from which on separate heat saves 4 % of what is written, or less
+_RATIO_WITHOUT_HEAT = 2.0  # compactions copy few rows then, so there is little to save
 
 
 class Policy(Protocol):

@@ -4,12 +4,17 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import strategies as st
+from torch import nn
 
+import torchrec_cnr as cnr
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.format.manifest import History
 from torchrec_cnr.policies import Compacted, Consecutive, Full, Intermittent, OneShot, Policy, Since, policy_text
@@ -186,3 +191,21 @@ def test_policies_as_text() -> None:
     assert policy_text(_Named(_rule(), names)) != policy_text(_Named(_rule(), frozenset("abc")))
     assert policy_text(Full()) != policy_text(OneShot())
     assert policy_text(Compacted(max_deltas=3)) != policy_text(Compacted(max_deltas=4))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize(("max_ratio", "heats"), [(1.9, {0, 3}), (2.0, {0})])
+def test_hot_rows_are_stored_apart_where_compactions_copy_many(
+    tmp_path: Path, max_ratio: float, heats: set[int]
+) -> None:
+    """With few copies there is little to save. Either way, each delta has the rows that were modified."""
+    model = nn.Sequential(nn.EmbeddingBag(1_000, 4, sparse=True))
+    tracker = cnr.RowTracker(model)
+    planner = cnr.CNRSavePlanner(tracker, policy=Compacted(max_ratio=max_ratio))
+    for number in range(5):
+        tracker.mark("0.weight", torch.tensor([1, 2, 10 + number]))
+        path = tmp_path / f"step-{number}"
+        dcp.save(model.state_dict(), checkpoint_id=path, storage_writer=cnr.CNRStorageWriter(path), planner=planner)
+    manifest = cnr.read_checkpoint(path).manifest
+    assert {pack.heat for pack in manifest.packs} == heats
+    assert sum(shard.rows.num_rows for shard in manifest.tensors["0.weight"].shards) == 3

@@ -383,12 +383,33 @@ def test_unreadable_pack_is_no_damage(written: Written) -> None:
         written.read()
 
 
-def test_abandoned_reads_end(written: Written) -> None:
+def _threads_that_read(others: set[threading.Thread]) -> list[str]:
+    return [thread.name for thread in set(threading.enumerate()) - others if thread.name.startswith("cnr-read")]
+
+
+def test_abandoned_reads_end(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
     """A caller that stops in the middle leaves no thread behind."""
+    monkeypatch.setattr(pack_reader, "_QUICK_BYTES", 0)
     others = set(threading.enumerate())
     spans = [span for blob in written.blobs for span in plan_spans([("key", blob)])]
     reads = read_spans(written.store, written.packs, spans, thread_count=2)
     next(reads)
-    assert [thread.name for thread in set(threading.enumerate()) - others if thread.name.startswith("cnr-read")] != []
+    assert _threads_that_read(others) != []
     del reads
-    assert [thread.name for thread in set(threading.enumerate()) - others if thread.name.startswith("cnr-read")] == []
+    assert _threads_that_read(others) == []
+
+
+def test_small_reads_of_local_files_use_no_threads(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does one span of any size. Several large ones do; what is read is the same."""
+    others = set(threading.enumerate())
+    spans = [span for blob in written.blobs for span in plan_spans([("key", blob)])]
+    assert len(spans) > 1
+    found = []
+    for quick_bytes, some_spans, has_threads in ((1 << 20, spans, False), (0, spans[:1], False), (0, spans, True)):
+        monkeypatch.setattr(pack_reader, "_QUICK_BYTES", quick_bytes)
+        reads = read_spans(written.store, written.packs, some_spans, thread_count=2)
+        first = next(reads)
+        assert (_threads_that_read(others) != []) == has_threads
+        found.append([data.tobytes() for _, data in (first, *reads)])
+    assert found[0] == found[2]
+    assert found[1] == found[2][:1]

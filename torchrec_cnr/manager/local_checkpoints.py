@@ -42,7 +42,7 @@ from torchrec_cnr.tracking.tracked_tables import TrackedRows
 
 logger = logging.getLogger(__name__)
 
-_MAX_RATIO = 2.0  # a fast disk reads that much, and compactions copy a tenth of what they would with the default
+_MAX_RATIO = 2.0  # a local disk is fast to read, and compactions then copy few rows
 _MAX_RECORD_BYTES = 1 << 16
 _MAX_STEPS = 1000  # from one failed attempt to begin to the next
 _OLD_SECS = 3600.0  # after which a temporary file belongs to no running process

@@ -136,12 +136,22 @@ def _barrier(group: Any = None, **_: Any) -> None:
     ranks.exchange("barrier", None, range(ranks.size()))
 
 
-def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **_: Any) -> None:
-    """As a real one, of sums and maxima."""
+class _Done:
+    """The work of a collective that is over when it returns."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+def all_reduce(
+    tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> _Done | None:
+    """As a real one, of sums and maxima; one in the background ends before it returns."""
     ranks = _group(group)
     parts = ranks.exchange(f"all_reduce of {tuple(tensor.shape)}", tensor, range(ranks.size()))
     stacked = torch.stack(parts)
     tensor.copy_(stacked.amax(dim=0) if op == dist.ReduceOp.MAX else stacked.sum(dim=0))
+    return _Done() if async_op else None
 
 
 def _new_group(*_: Any, **__: Any) -> Any:

@@ -1,0 +1,125 @@
+"""The schedule: all ranks save at the same steps, know the same facts, and wait for no question that they ask."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrec_cnr.manager import schedule
+from torchrec_cnr.manager.schedule import Facts, Schedule
+
+NUM_RANKS = 3
+
+
+@dataclass
+class Clock:
+    """A clock that tests set, in the place of ``time``."""
+
+    now: float = 100.0
+
+    def monotonic(self) -> float:
+        """The seconds on it."""
+        return self.now
+
+
+@dataclass
+class Questions:
+    """The questions of all ranks, in the order in which each rank asks them. An answer waits for all ranks."""
+
+    wait_secs: float = 10.0
+    asked: list[list[Sequence[int]]] = field(default_factory=lambda: [[] for _ in range(NUM_RANKS)])
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def begin(self, rank: int) -> Callable[[Sequence[int]], Callable[[], Sequence[int]]]:
+        """What a rank asks with."""
+
+        def begin(numbers: Sequence[int]) -> Callable[[], Sequence[int]]:
+            index = len(self.asked[rank])
+            with self._changed:
+                self.asked[rank].append(numbers)
+                self._changed.notify_all()
+
+            def answer() -> Sequence[int]:
+                with self._changed:
+                    are_there = self._changed.wait_for(lambda: min(map(len, self.asked)) > index, self.wait_secs)
+                assert are_there, f"rank {rank} waits for another one"
+                return [max(each) for each in zip(*(asked[index] for asked in self.asked), strict=True)]
+
+            return answer
+
+        return begin
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of all schedules of a test."""
+    clock = Clock()
+    monkeypatch.setattr(schedule, "time", clock)
+    return clock
+
+
+def _ranks(questions: Questions, every_steps: int | None, every_secs: float | None) -> list[Schedule]:
+    return [
+        Schedule(every_steps, every_secs, questions.begin(rank), is_coordinator=rank == 0, _saved_at=100.0)
+        for rank in range(NUM_RANKS)
+    ]
+
+
+def test_a_step_asks_and_the_next_one_answers(clock: Clock) -> None:
+    """No rank reads an answer at the step at which it asks, so that none waits; the save comes when it is due."""
+    questions = Questions(wait_secs=0.0)
+    ranks = _ranks(questions, None, 10.0)
+    saves = []
+    for step in range(1, 100):
+        clock.now += 1.0
+        for rank in ranks:  # one that waited for the next ones would fail
+            if rank(step, Facts()) is not None:
+                rank.saved(step)
+                saves.append(step)
+    assert saves == [step for step in range(10, 100, 10) for _ in range(NUM_RANKS)]
+    assert len(questions.asked[0]) == len(questions.asked[2]) < 60
+
+
+def test_only_the_clock_of_the_coordinator_counts(clock: Clock) -> None:
+    """Another rank believes that it is time, and must not save alone."""
+    questions = Questions()
+    ranks = _ranks(questions, None, 10.0)
+    ranks[1]._saved_at = 0.0
+    for step in range(1, 5):
+        clock.now += 1.0
+        assert [rank(step, Facts()) for rank in ranks] == [None] * NUM_RANKS
+
+
+@given(
+    every_steps=st.none() | st.integers(1, 4),
+    every_secs=st.none() | st.floats(0.5, 5),
+    facts=st.lists(st.lists(st.builds(Facts), min_size=NUM_RANKS, max_size=NUM_RANKS), min_size=1, max_size=30),
+    forced=st.sets(st.integers(1, 30)),
+)
+def test_ranks_agree(
+    every_steps: int | None, every_secs: float | None, facts: list[list[Facts]], forced: set[int]
+) -> None:
+    """They save at the same steps and know the same facts, which some rank had at this step or the one before."""
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(NUM_RANKS) as threads:
+        clock = Clock()
+        patch.setattr(schedule, "time", clock)
+        questions = Questions()
+        ranks = _ranks(questions, every_steps, every_secs)
+        before = facts[0]
+        for step, own in enumerate(facts, 1):
+            clock.now += 1.0
+            calls = [threads.submit(rank, step, fact, step in forced) for rank, fact in zip(ranks, own, strict=True)]
+            agreed = [call.result() for call in calls]
+            assert len(set(agreed)) == 1
+            if agreed[0] is not None:
+                known = [Facts(any(f.is_busy for f in each), any(f.is_corrupt for f in each)) for each in (own, before)]
+                assert agreed[0] in known
+                for rank in ranks:
+                    rank.saved(step)
+            is_certain = step in forced or (every_steps is not None and step % every_steps == 0)
+            assert agreed[0] is not None or not (is_certain or (every_steps is None and every_secs is None))
+            before = own
