@@ -116,7 +116,7 @@ class _Job:
             self._tracker,
             quantization=cnr.AdaptiveAsymmetric(bits=4),
             every_secs=DURABLE_SECS,
-            keep=cnr.Keep(last=2),
+            keep=cnr.Keep(last=1),
             local_checkpoints=local,
             on_saved=self._durable.append,
         )
