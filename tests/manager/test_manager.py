@@ -123,7 +123,7 @@ def test_time_is_asked_for_at_few_steps() -> None:
         time.sleep(0.001)
         if due(number, Facts()) is not None:
             saves.append(time.monotonic() - started)
-            due.saved(number)
+            due.saved()
     assert 2 <= len(saves) <= 4, saves
     assert len(asked) < number / 4
 

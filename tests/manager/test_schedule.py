@@ -78,10 +78,24 @@ def test_a_step_asks_and_the_next_one_answers(clock: Clock) -> None:
         clock.now += 1.0
         for rank in ranks:  # one that waited for the next ones would fail
             if rank(step, Facts()) is not None:
-                rank.saved(step)
+                rank.saved()
                 saves.append(step)
     assert saves == [step for step in range(10, 100, 10) for _ in range(NUM_RANKS)]
     assert len(questions.asked[0]) == len(questions.asked[2]) < 60
+
+
+def test_calls_may_be_rare(clock: Clock) -> None:
+    """A job that asks every 100 steps saves at the call that comes nearest after the time, not at the one behind."""
+    questions = Questions()
+    due = Schedule(None, 10.0, questions.begin(0), _saved_at=100.0)
+    questions.asked[1:] = []
+    saves = []
+    for step in range(100, 2_000, 100):
+        clock.now += 4.0
+        if due(step, Facts()) is not None:
+            due.saved()
+            saves.append(step)
+    assert saves == list(range(300, 2_000, 300))
 
 
 def test_only_the_clock_of_the_coordinator_counts(clock: Clock) -> None:
@@ -119,7 +133,7 @@ def test_ranks_agree(
                 known = [Facts(any(f.is_busy for f in each), any(f.is_corrupt for f in each)) for each in (own, before)]
                 assert agreed[0] in known
                 for rank in ranks:
-                    rank.saved(step)
+                    rank.saved()
             is_certain = step in forced or (every_steps is not None and step % every_steps == 0)
             assert agreed[0] is not None or not (is_certain or (every_steps is None and every_secs is None))
             before = own

@@ -1,5 +1,6 @@
 """The settings of a manager's background saves and compaction, and a save that runs in the background."""
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -77,7 +78,7 @@ class BackgroundSave:
         future: Its result.
         began: When training began to wait for it, as ``time.monotonic`` says. It waits no longer.
         started: When the save before it had ended.
-        at_end: Called in the thread of the save when it has ended. It must not raise.
+        at_end: Called in the thread of the save when it has succeeded. It must not raise.
 
     Attributes:
         step: Its step.
@@ -94,11 +95,21 @@ class BackgroundSave:
         self._started = started
         self._ended: float | None = None
         self._at_end = at_end
+        self._is_over = threading.Event()
         future.add_done_callback(self._end)
 
     def _end(self, future: Future[Any]) -> None:
         self._ended = time.monotonic()
-        self._at_end()
+        try:
+            if not future.cancelled() and future.exception() is None:
+                self._at_end()
+        finally:
+            self._is_over.set()
+
+    def result(self) -> Any:
+        """Wait until the save and ``at_end`` are over. Return the result, or raise the error of the save."""
+        self._is_over.wait()
+        return self.future.result()
 
     @property
     def is_running(self) -> bool:

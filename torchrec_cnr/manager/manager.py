@@ -258,7 +258,7 @@ class CheckpointManager:
         started = time.monotonic()
         future: Future[Any] = self._save(async_save, step, state, agreed)
         self._in_flight = BackgroundSave(step, future, began, started, partial(self._continuation.read_ahead, step))
-        self._due.saved(step)
+        self._due.saved()
         return future
 
     def _save(self, save_function: Callable[..., Any], step: int, state: StateSource, agreed: Facts) -> Any:
@@ -310,7 +310,7 @@ class CheckpointManager:
             return None
         try:
             with telemetry.failures_of_saves(), self._ranks.explaining():
-                metadata = ending.future.result()
+                metadata = ending.result()
             return self._finish(ending.step, metadata, ending.stall_secs, ending.secs, 0)
         finally:
             del ending  # an error would refer to itself by it
@@ -319,7 +319,7 @@ class CheckpointManager:
         self, step: int, metadata: SaveMetadata | None, stall_secs: float, secs: float, num_retries: int
     ) -> Saved:
         """Report a committed save. Nothing here may raise on one rank alone, since the other ranks have continued."""
-        self._due.saved(step)
+        self._due.saved()
         self._settle_last_save()
         self._continuation.release()
         saved = self._continuation.saved(step, metadata, stall_secs, secs, num_retries)

@@ -1,8 +1,8 @@
 """The schedule of checkpoints: at multiples of a number of steps, or after a number of seconds, and on all ranks alike.
 
 The clocks of ranks differ, so the coordinator decides for all of them. A collective at every step would be too
-expensive. So the coordinator estimates, from the speed so far, how many steps are left until the checkpoint is due. It
-is asked again after half of them. Each question is a collective that ends in the background: ranks begin it at one step
+expensive. So the coordinator estimates, from the speed so far, how many calls are left until the checkpoint is due. It
+is asked again after half of them. Each question is a collective that ends in the background: ranks begin it at one call
 and read the answer at the next one, so that no rank waits for another.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torchrec_cnr.arguments import check_count, check_secs
 
-_MAX_STEPS = 1000  # from one question to the next
+_MAX_CALLS = 1000  # that are estimated to be left
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Schedule:
     begin: Callable[[Sequence[int]], Callable[[], Sequence[int]]] = _of_one_rank
     is_coordinator: bool = True
     _saved_at: float = field(default_factory=time.monotonic)
-    _saved_step: int | None = None
-    _ask_at: int = 0
-    _question: tuple[int, Callable[[], Sequence[int]]] | None = None  # the step at which it was begun, and its answer
+    _num_calls: int = 0  # since the last save
+    _ask_at: int = 1
+    _question: Callable[[], Sequence[int]] | None = None  # returns the answer to what was asked at the last call
 
     def __post_init__(self) -> None:
         if self.every_steps is not None:
@@ -68,46 +68,43 @@ class Schedule:
             own: What is true on this rank.
             force: Whether a checkpoint is due in any case.
         """
-        is_time, agreed = self._answer(step)
+        self._num_calls += 1
+        is_time, agreed = self._answer()
         if force or is_time or self._is_due_at(step):
-            return agreed or self._facts(self._begun(step, own))
-        if step >= self._ask_at or self._is_due_at(step + 1):
-            self._question = step, self._begun(step, own)
+            return agreed or _facts(self._begun(own)())
+        if self._num_calls >= self._ask_at or self._is_due_at(step + 1):
+            self._question = self._begun(own)
         return None
 
-    def saved(self, step: int) -> None:
+    def saved(self) -> None:
         """Record that a checkpoint was taken."""
-        self._saved_at, self._saved_step, self._ask_at, self._question = time.monotonic(), step, step + 1, None
+        self._saved_at, self._num_calls, self._ask_at, self._question = time.monotonic(), 0, 1, None
 
     def _is_due_at(self, step: int) -> bool:
         if self.every_steps is None:
             return self.every_secs is None
         return step % self.every_steps == 0
 
-    def _answer(self, step: int) -> tuple[bool, Facts | None]:
-        """Return whether it is time for a checkpoint, and what ranks agree on, if this was asked at the last step."""
-        if self._saved_step is None:
-            self._saved_step = step
+    def _answer(self) -> tuple[bool, Facts | None]:
+        """Return whether it is time for a checkpoint, and what ranks agree on, if this was asked at the last call."""
         if self._question is None:
             return False, None
-        (asked_at, answer), self._question = self._question, None
-        steps_left = answer()[0]
-        self._ask_at = max(self._ask_at, asked_at + max(1, steps_left // 2))
-        return steps_left == 0, self._facts(answer)
+        numbers, self._question = self._question(), None
+        self._ask_at = max(self._ask_at, self._num_calls - 1 + max(1, numbers[0] // 2))
+        return numbers[0] == 0, _facts(numbers)
 
-    @staticmethod
-    def _facts(answer: Callable[[], Sequence[int]]) -> Facts:
-        return Facts(*map(bool, answer()[1:]))
+    def _begun(self, own: Facts) -> Callable[[], Sequence[int]]:
+        calls_left = self._calls_left() if self.is_coordinator else 0
+        return self.begin([calls_left, own.is_busy, own.is_corrupt])
 
-    def _begun(self, step: int, own: Facts) -> Callable[[], Sequence[int]]:
-        steps_left = self._steps_left(step) if self.is_coordinator else 0
-        return self.begin([steps_left, own.is_busy, own.is_corrupt])
-
-    def _steps_left(self, step: int) -> int:
-        """Return after how many steps, from the next one on, a checkpoint is due; 0 if it is due after the next one."""
-        if self.every_secs is None or self._saved_step is None:
-            return _MAX_STEPS
+    def _calls_left(self) -> int:
+        """Return after how many calls, from the next one on, a checkpoint is due; 0 if it is due at the next one."""
+        if self.every_secs is None:
+            return _MAX_CALLS
         passed_secs = time.monotonic() - self._saved_at
-        steps_per_sec = max(1, step - self._saved_step) / max(passed_secs, 1e-3)
-        steps_left = (self.every_secs - passed_secs) * steps_per_sec - 1
-        return 0 if steps_left <= 0 else max(1, min(_MAX_STEPS, int(steps_left)))
+        calls_left = (self.every_secs - passed_secs) * self._num_calls / max(passed_secs, 1e-3) - 1
+        return 0 if calls_left <= 0 else max(1, min(_MAX_CALLS, int(calls_left)))
+
+
+def _facts(numbers: Sequence[int]) -> Facts:
+    return Facts(*map(bool, numbers[1:]))
