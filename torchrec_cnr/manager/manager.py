@@ -62,7 +62,7 @@ class CheckpointManager:
             if rows go to a compacted Kafka topic.
         quantization: How rows are stored; see ``CNRStorageWriter``.
         every_steps: ``save`` saves at every multiple of this number of steps.
-        every_secs: ``save`` saves this many seconds after the last checkpoint. With neither, it always saves.
+        every_secs: ``save`` saves about this many seconds after the last checkpoint. With neither, it always saves.
         keep: Retention rules: which checkpoints are kept. None keeps all of them.
         num_retries: How many times a save is retried after the file system refused it.
         thread_count: Number of data files that are read or written at the same time.
