@@ -17,7 +17,7 @@ _MAX_CALLS = 1000  # that are estimated to be left
 
 @dataclass(frozen=True)
 class Facts:
-    """What ranks must know alike when they save.
+    """Facts that all ranks must know alike when they save.
 
     Attributes:
         is_busy: Whether the previous save is still running.
