@@ -1,15 +1,23 @@
-"""The schedule: all ranks save at the same steps, know the same facts, and wait for no question that they ask."""
+"""When to save: all ranks at the same steps, knowing the same facts, and waiting for no question that they ask.
 
+And when a save in the background is over.
+"""
+
+import gc
 import threading
+import time
+import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchrec_cnr.errors import SaveError
 from torchrec_cnr.manager import schedule
+from torchrec_cnr.manager.background import BackgroundSave
 from torchrec_cnr.manager.schedule import Facts, Schedule
 
 NUM_RANKS = 3
@@ -84,6 +92,16 @@ def test_a_step_asks_and_the_next_one_answers(clock: Clock) -> None:
     assert len(questions.asked[0]) == len(questions.asked[2]) < 60
 
 
+def test_a_step_that_is_due_is_asked_about_at_the_one_before(clock: Clock) -> None:
+    """Only there, and so no rank waits when it saves."""
+    questions = Questions(wait_secs=0.0)
+    ranks = _ranks(questions, 10, None)
+    for step in range(1, 100):
+        due = [rank(step, Facts(is_busy=number == 1)) for number, rank in enumerate(ranks)]
+        assert due == [Facts(is_busy=True) if step % 10 == 0 else None] * NUM_RANKS
+        assert len(questions.asked[0]) == (step + 1) // 10
+
+
 def test_calls_may_be_rare(clock: Clock) -> None:
     """A job that asks every 100 steps saves at the call that comes nearest after the time, not at the one behind."""
     questions = Questions()
@@ -137,3 +155,40 @@ def test_ranks_agree(
             is_certain = step in forced or (every_steps is not None and step % every_steps == 0)
             assert agreed[0] is not None or not (is_certain or (every_steps is None and every_secs is None))
             before = own
+
+
+def test_a_background_save_is_over_when_its_manifest_was_read() -> None:
+    """Not before, since a process that ends would leave the thread that reads it behind."""
+    future, is_reading, may_end = Future[int](), threading.Event(), threading.Event()
+
+    def read() -> None:
+        is_reading.set()
+        may_end.wait(10)
+
+    save = BackgroundSave(3, future, time.monotonic() - 2, time.monotonic() - 1, read)
+    assert (save.is_running, round(save.stall_secs)) == (True, 2)
+    with ThreadPoolExecutor(2) as threads:
+        threads.submit(future.set_result, 7)
+        result = threads.submit(save.result)
+        assert is_reading.wait(10)
+        secs = save.secs
+        assert (save.is_running, result.done(), round(secs)) == (False, False, 1)
+        may_end.set()
+        assert (result.result(10), save.secs) == (7, secs)
+
+
+def test_a_background_save_that_fails_reads_nothing_and_is_freed() -> None:
+    """Without the garbage collector: its error refers to all that was staged."""
+    future, was_read = Future[int](), []
+    save = BackgroundSave(3, future, 0.0, 0.0, lambda: was_read.append(True))
+    future.set_exception(SaveError("no room"))
+    with pytest.raises(SaveError, match="no room"):
+        save.result()
+    assert was_read == []
+    freed = weakref.ref(future)
+    gc.disable()
+    try:
+        del future, save
+        assert freed() is None
+    finally:
+        gc.enable()

@@ -93,23 +93,16 @@ class BackgroundSave:
         self.future = future
         self.stall_secs = time.monotonic() - began
         self._started = started
-        self._ended: float | None = None
-        self._at_end = at_end
-        self._is_over = threading.Event()
+        self._end = _End(at_end)
         future.add_done_callback(self._end)
-
-    def _end(self, future: Future[Any]) -> None:
-        self._ended = time.monotonic()
-        try:
-            if not future.cancelled() and future.exception() is None:
-                self._at_end()
-        finally:
-            self._is_over.set()
 
     def result(self) -> Any:
         """Wait until the save and ``at_end`` are over. Return the result, or raise the error of the save."""
-        self._is_over.wait()
-        return self.future.result()
+        self._end.is_over.wait()
+        try:
+            return self.future.result()
+        finally:
+            del self  # an error would refer to itself by it
 
     @property
     def is_running(self) -> bool:
@@ -119,4 +112,21 @@ class BackgroundSave:
     @property
     def secs(self) -> float:
         """The seconds from its start to its end."""
-        return (self._ended or time.monotonic()) - self._started
+        return (self._end.ended or time.monotonic()) - self._started
+
+
+class _End:
+    """The end of a background save. The future refers to it, so it does not refer to the future: errors are freed."""
+
+    def __init__(self, at_end: Callable[[], None]) -> None:
+        self.ended: float | None = None
+        self.is_over = threading.Event()
+        self._at_end = at_end
+
+    def __call__(self, future: Future[Any]) -> None:
+        self.ended = time.monotonic()
+        try:
+            if not future.cancelled() and future.exception() is None:
+                self._at_end()
+        finally:
+            self.is_over.set()

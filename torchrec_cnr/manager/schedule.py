@@ -72,7 +72,8 @@ class Schedule:
         is_time, agreed = self._answer()
         if force or is_time or self._is_due_at(step):
             return agreed or _facts(self._begun(own)())
-        if self._num_calls >= self._ask_at or self._is_due_at(step + 1):
+        is_asked = self.every_secs is not None and self._num_calls >= self._ask_at
+        if is_asked or self._is_due_at(step + 1):
             self._question = self._begun(own)
         return None
 
