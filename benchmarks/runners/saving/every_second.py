@@ -61,9 +61,9 @@ def run(setup: Setup) -> Report:
         title=f"examples/train_dlrm.py on {NUM_RANKS} ranks, {num_saves:,} local and {num_durable} durable saves",
         notes=(
             f"CheckpointManager(every_secs={DURABLE_SECS:.0f}, quantization=AdaptiveAsymmetric(4), local_checkpoints=",
-            "LocalCheckpoints(every_secs=1)), saves in the background. Local checkpoints are exact. Kept are the last two",
-            "of them, and the last durable one. Both roots are compacted and pruned. Ranks, saves, and the making of",
-            "clicks share the cores of this machine.",
+            "LocalCheckpoints(every_secs=1)), saves in the background. Local checkpoints are exact. The last two of",
+            "them are kept, and the last durable one. Both roots are compacted and pruned. Ranks, saves and the making",
+            "of clicks share the cores of this machine.",
         ),
         figures=figures,
         tables=(Table(COLUMNS, tuple(_row(number, block) for number, block in enumerate(blocks, 1))),),
