@@ -9,7 +9,7 @@ import torch
 
 import torchrec_cnr as cnr
 from torchrec_cnr.kernels.gpu.pinned_memory import PinnedMemory
-from torchrec_cnr.saving.staged_values import StagingBuffer
+from torchrec_cnr.saving.staged_values import StagingBuffer, StagingBuffers
 
 NUM_BYTES = 100_001
 
@@ -61,10 +61,11 @@ def test_a_staging_buffer_gives_back_what_a_baseline_needed(pinned: dict[int, in
 
 def test_a_writer_that_is_closed_gives_back_its_buffers(tmp_path: Path, pinned: dict[int, int]) -> None:
     """Those of saves that have ended at once; the others when their save lets go of them."""
-    writer = cnr.CNRStorageWriter(tmp_path / "0")
+    writer, buffers = cnr.CNRStorageWriter(tmp_path / "0"), StagingBuffers()
+    writer._buffers.add(buffers)
     saves: list[Any] = [SimpleNamespace(has_ended=False) for _ in range(2)]
     for save in saves:
-        buffer = writer._buffers.take(NUM_BYTES, is_pinned=True, running=save)
+        buffer = buffers.take(NUM_BYTES, is_pinned=True, running=save)
     saves[0].has_ended = True
     assert len(pinned) == 2
     writer.close()

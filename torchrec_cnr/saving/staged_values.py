@@ -10,7 +10,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TypeGuard
+from typing import ClassVar, TypeGuard
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from torchrec_cnr.quantization import Encoded, KMeans, NoQuantization, Scheme
 from torchrec_cnr.quantization.scheme import DeviceScheme, positions
 from torchrec_cnr.saving.running_saves import RunningSave
 from torchrec_cnr.tracking.modified_rows import DeviceRows
+from torchrec_cnr.tracking.tracked_tables import TrackedRows
 
 # Bytes of rows that a device gathers or encodes in one step.
 DEVICE_BLOCK_BYTES = 256 << 20
@@ -132,7 +134,17 @@ class StagedCodes:
 
 
 class StagingBuffers:
-    """The staging buffers of a writer. One save at a time uses a buffer, and later saves use it again."""
+    """The staging buffers of a tracker. One save at a time uses a buffer, and later saves use it again.
+
+    All writers of the tracker's saves share them, since many jobs make a new writer for each save.
+    """
+
+    _by_tracker: ClassVar[WeakKeyDictionary[TrackedRows, "StagingBuffers"]] = WeakKeyDictionary()
+
+    @classmethod
+    def of(cls, tracker: TrackedRows) -> "StagingBuffers":
+        """Return the buffers of a tracker, which live as long as the tracker."""
+        return cls._by_tracker.setdefault(tracker, cls())
 
     def __init__(self) -> None:
         self._buffers: list[tuple[StagingBuffer, RunningSave]] = []

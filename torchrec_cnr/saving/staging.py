@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -256,12 +257,18 @@ class StagingOptions:
 def stage(
     state_dict: Mapping[str, Any],
     options: StagingOptions,
-    buffers: StagingBuffers,
+    used: WeakSet[StagingBuffers],
     tracker: TrackedRows | None = None,
 ) -> dict[str, Any]:
     """Wait for previous saves, take a snapshot, and copy what an asynchronous save will store.
 
     If this fails, the save raises the error during planning. An error raised here would leave the other ranks waiting.
+
+    Args:
+        state_dict: The live state.
+        options: The writer's options.
+        used: The staging buffers that the writer has used; those of the tracker are added.
+        tracker: The tracker, if the writer knows it.
 
     Returns:
         The state dict to save instead of the live one, with its ``StagedSave``.
@@ -272,7 +279,7 @@ def stage(
         live, paths = flatten_state_dict(dict(state_dict))
         # A tensor made in inference mode could not be changed outside of it.
         with record_function("torchrec_cnr.stage"), torch.inference_mode(False):
-            values = _staged(live, staged_save, options, buffers, tracker)
+            values = _staged(live, staged_save, options, used, tracker)
         return {**unflatten_state_dict(values, paths), STAGED: staged_save}
     except Exception as error:  # noqa: BLE001 - raised by the save, on all ranks
         staged_save.failure = error.with_traceback(None)  # a traceback would keep the copies alive
@@ -283,7 +290,7 @@ def _staged(
     live: Mapping[str, Any],
     staged_save: StagedSave,
     options: StagingOptions,
-    buffers: StagingBuffers,
+    used: WeakSet[StagingBuffers],
     tracker: TrackedRows | None,
 ) -> dict[str, Any]:
     """Return the flattened values that are saved instead of the live ones."""
@@ -301,6 +308,7 @@ def _staged(
     is_on_device = any(shard_copy.source.device.type == "cuda" for shard_copy in to_copy)
     num_bytes = sum(padded_bytes((len(rows),), torch.int64) for rows in on_devices.values())
     num_bytes += sum(shard_copy.num_bytes for shard_copy in copies_by_memory.values())
+    used.add(buffers := StagingBuffers.of(tracker))
     buffer = buffers.take(num_bytes, is_on_device, staged_save.running)
     numbers = {key: buffer.take((len(rows),), torch.int64).tensor() for key, rows in on_devices.items()}
     try:

@@ -31,6 +31,7 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 from fsspec.implementations.memory import MemoryFileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
@@ -171,7 +172,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         self._destination = destination_of(row_log)
         self._transforms: dict[ShardKey, RowTransform] = {}  # that this process has learned
         self._staging = StagingOptions(self._rules, staging_bytes, timeout_secs, self._destination, self._transforms)
-        self._buffers = StagingBuffers()
+        self._buffers = WeakSet[StagingBuffers]()
         self._path = self._opened(path)
         self._threads = threading.local()
         if row_log is not None:
@@ -214,7 +215,8 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
 
     def close(self) -> None:
         """Free the memory of the staging buffer."""
-        self._buffers.free()
+        for buffers in self._buffers:
+            buffers.free()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for another process. There, the copy writes what was staged here, without ``progress``."""
@@ -222,7 +224,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._buffers, self._threads = StagingBuffers(), threading.local()
+        self._buffers, self._threads = WeakSet(), threading.local()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Set another checkpoint id for the saves of this thread; DCP calls this only if the caller passed one.

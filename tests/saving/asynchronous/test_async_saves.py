@@ -23,6 +23,7 @@ from tests.support.models import Job, Whole, differing, plain_job, state, torchr
 from tests.support.ranks import RankPools
 from torchrec_cnr.format import manifest_json
 from torchrec_cnr.kernels.cpu import compiling
+from torchrec_cnr.saving.staged_values import StagingBuffer, StagingBuffers
 from torchrec_cnr.throttling import CpuThrottle
 
 POLICIES = [cnr.Full(), cnr.OneShot(), cnr.Consecutive(), cnr.Intermittent(), cnr.Compacted()]
@@ -199,6 +200,35 @@ def test_rows_are_not_staged_for_another_planner(tmp_path: Path) -> None:
     for name in ("1", "2"):
         assert differing(models.load(plain_job(2), str(tmp_path / name)), whole(state(job))) == []
     tracker.close()
+
+
+def test_new_writers_use_the_memory_of_those_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many jobs make a writer for each save. Another tracker's saves have memory of their own; closing frees it."""
+    taken: list[tuple[int, int]] = []
+    take = StagingBuffers.take
+
+    def spy(buffers: StagingBuffers, *args: Any, **options: Any) -> StagingBuffer:
+        buffer = take(buffers, *args, **options)
+        taken.append((id(buffers), buffer._memory.data_ptr()))
+        return buffer
+
+    monkeypatch.setattr(StagingBuffers, "take", spy)
+    jobs = [plain_job(seed) for seed in (1, 2)]
+    trackers = [cnr.RowTracker(job.model) for job in jobs]
+    writers = []
+    for number, (job, tracker) in enumerate([*zip(jobs, trackers, strict=True)] * 3):
+        train(job, 1)
+        writers.append(models.writer(tmp_path / str(number)))
+        planner = cnr.CNRSavePlanner(tracker, policy=cnr.Full())
+        dcp.async_save(state(job), storage_writer=writers[-1], planner=planner).result()  # type: ignore[union-attr]
+        assert differing(models.load(plain_job(3), str(tmp_path / str(number))), whole(state(job))) == []
+    assert taken[0] == taken[2] == taken[4] != taken[1] == taken[3] == taken[5]
+    buffers = StagingBuffers.of(trackers[0])
+    assert [len(buffer._memory) > 0 for buffer, _ in buffers._buffers] == [True]
+    writers[0].close()
+    assert buffers._buffers == []
+    for tracker in trackers:
+        tracker.close()
 
 
 @pytest.mark.long
