@@ -97,11 +97,13 @@ class Continuation:
             return error
         return CommittedSize.of(checkpoint.committed, checkpoint.manifest_bytes)
 
-    def read_ahead(self, step: int) -> None:
-        """Read the manifest that a save may have committed. The next save, for which training waits, needs it.
+    def committed(self, step: int, upkeep: Upkeep | None) -> None:
+        """Do in the thread of a background save what need not wait for the next save.
 
-        Rank 0 has committed it, and so need not.
+        Rank 0 starts maintenance. The others read the manifest, which the next save needs while training waits.
         """
+        if upkeep is not None:
+            upkeep.after(self.path(step))
         if self._ranks.rank == 0 or self.root.row_log is not None:
             return
         try:

@@ -221,8 +221,7 @@ class CheckpointManager:
                     num_retries += 1
                     logger.warning("step %d: the save failed and is retried: %s", step, failures)
                     continue
-            secs = time.monotonic() - started
-            return self._finish(step, metadata, secs, secs, num_retries)
+            return self._finish(step, metadata, secs := time.monotonic() - started, secs, num_retries)
 
     def async_save(self, step: int, state: StateSource, *, force: bool = False) -> Future[Any] | None:
         """Copy the modified rows and other state if a checkpoint is due, and save the copy in the background.
@@ -257,7 +256,8 @@ class CheckpointManager:
         self._wait()
         started = time.monotonic()
         future: Future[Any] = self._save(async_save, step, state, agreed)
-        self._in_flight = BackgroundSave(step, future, began, started, partial(self._continuation.read_ahead, step))
+        at_end = partial(self._continuation.committed, step, self._upkeep)
+        self._in_flight = BackgroundSave(step, future, began, started, at_end)
         self._due.saved()
         return future
 
